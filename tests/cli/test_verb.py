@@ -105,6 +105,7 @@ def test_a_file_gives_options_and_the_environment_and_the_command_line_come_firs
     (found,) = searched
     assert (found.budget_s, found.seed, found.drafts, found.capture_sizes) == (1200.0, 4, ("retrieval",), (64, 160))
     assert found.changes == ("heads=[1.0, 0.5]", "d_max=8") and found.chat_template_kwargs == {"a": True}
+    assert found.command.count("""--chat-template-kwargs '{"a": true}'""") == 1
     search(AUTOTUNE_SEARCH_CONFIG="options.yaml", AUTOTUNE_SEARCH_MAX_NEW_TOKENS="9")
     assert (searched[1].budget_s, searched[1].max_new_tokens) == (600.0, 9)
 
