@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from autotune.documents.decoded import Decoded
-from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile
+from autotune.documents.decoding_profile import AR, HF, TUNED
 from autotune.documents.published_defaults import NAMED
 from autotune.documents.table import Table, number, percent, times, with_interval
 from autotune.evaluation.summary import Summary, decoded_pairs, speedup
@@ -28,12 +28,6 @@ ARM_COLUMNS: dict[str, Callable[[Summary], str]] = {
 }
 QUALITY = ("perplexity", "agreement")  # columns of comparisons with lossy arms
 OVERALL = "overall"
-
-
-def points_used(profile: DecodingProfile, runs: Sequence[Decoded]) -> str:
-    """How many prompts each operating point has decoded."""
-    counts = Counter(run.point for run in runs)
-    return ", ".join(f"{counts[n]} by point {n} ({point.when.label})" for n, point in enumerate(profile.points))
 
 
 def is_lossy_arm(name: str) -> bool:
