@@ -9,15 +9,14 @@ from statistics import fmean
 from typing import Any
 
 from autotune.documents.decoded import Decoded
-from autotune.documents.decoding_profile import AR, HF, TUNED
+from autotune.documents.decoding_profile import AR, TUNED
+from autotune.documents.decoding_profile import ARM_NOTES as ARM_NOTES
 from autotune.documents.published_defaults import NAMED
 from autotune.documents.table import Table, number, percent, times, with_interval
 from autotune.evaluation.summary import Summary, decoded_pairs, speedup
 from autotune.trees.acceptance_counts import AcceptanceCounts
 from autotune.workloads.prompt import WorkloadPrompt
 
-ARM_NOTES = {AR: "plain decoding", HF: "Hugging Face's generate", "M": "mean number of tokens of a round"}
-"""Explanations below tables of arms."""
 ARM_COLUMNS: dict[str, Callable[[Summary], str]] = {
     "speedup": lambda s: with_interval(s.speedup, s.ci95),
     "M": lambda s: number(s.tokens_per_round),

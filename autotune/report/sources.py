@@ -8,11 +8,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from autotune.cost.table import CostTable
+from autotune.documents.configuration import configuration_of
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.deployment import RUNTIME
+from autotune.documents.fingerprint import Fingerprint
+from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
 from autotune.files import WORKSPACE, read_lines
-from autotune.replay.evaluator import Candidate, Evaluator
+from autotune.replay.evaluator import Candidate
 from autotune.replay.reference_replay import ReplayedRound, rounds
 from autotune.replay.trace import Trace, load_trace
 from autotune.study.document import StudyDocument, files_by_age, load_study, newest_profile
@@ -39,30 +42,43 @@ class Sources:
     runs: list[Record] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    @functools.cached_property
-    def evaluator(self) -> Evaluator | None:
-        """Replays configurations; None without traces whose drafts the cost table prices."""
-        if self.table is None:
-            return None
-        priced = [t for t in self.traces if t.num_tokens and self.table.holds(t.header.draft, t.header.subnet)]
-        return Evaluator(priced, self.table) if priced else None
-
     @property
     def is_of_engine(self) -> bool:
         """Whether an engine decodes, whose evidence is all in the profile."""
         return self.profile is not None and self.profile.backend != RUNTIME
 
-    @functools.cached_property
-    def kinds(self) -> dict[str, str]:
-        """Kinds of the known drafts by id: ``star``, ``independent``, ..."""
-        draft = self.profile.point.draft if self.profile else None
-        chosen = {} if draft is None else {draft.id: draft.kind}
-        return chosen | {entry.reference.id: entry.kind for entry in (self.study.drafts if self.study else [])}
+    @property
+    def target(self) -> ModelReference | None:
+        document = self.profile or self.study or self.table
+        return None if document is None else document.target
+
+    @property
+    def hardware(self) -> Fingerprint | None:
+        document = self.profile or self.study
+        return document.hardware if document else self.table.device if self.table else None
 
     @functools.cached_property
-    def drafts(self) -> list[str]:
-        """Ids of the drafts, in the order in which the user named them."""
-        return [] if self.study is None else [entry.reference.id for entry in self.study.drafts]
+    def drafts(self) -> list[tuple[ModelReference, str]]:
+        """Each draft of the search, in the order in which the user named them, or of the profile, with its kind."""
+        if self.study is not None:
+            return [(entry.reference, entry.kind) for entry in self.study.drafts]
+        draft = self.profile.point.draft if self.profile else None
+        return [] if draft is None else [(ModelReference(id=draft.id, sha256=draft.sha256), draft.kind)]
+
+    @functools.cached_property
+    def evidence_runs(self) -> list[Record]:
+        """The runs on held-out prompts that are the profile's evidence."""
+        configuration = configuration_of(self.profile.point) if self.profile else None
+        if self.profile is None or configuration is None:
+            return []
+        evidence_ms = {prompt.prompt_sha256: prompt.decode_ms for prompt in self.profile.evidence.prompts}
+        runs = {
+            run["prompt_sha256"]: run
+            for run in self.runs
+            if run.get("arm") == configuration.key
+            and evidence_ms.get(run.get("prompt_sha256", "")) == run["decode_ms"]  # identifies the very run
+        }
+        return list(runs.values())
 
     @functools.cached_property
     def trace(self) -> Trace | None:

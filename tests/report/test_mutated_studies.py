@@ -17,10 +17,9 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.files import read_lines
-from autotune.report.acceptance import acceptance
-from autotune.report.content import Content
 from autotune.report.page import render
 from autotune.report.sources import find_sources
+from autotune.report.tables import acceptance_tables
 from autotune.study.frames import Study
 from autotune.study.storage import LEDGER, PROFILE, RUNS, STUDY
 from tests.mutations import damaged, json_bytes, mutate, nightly
@@ -34,7 +33,7 @@ def use(folder: Path) -> None:
     study = Study(folder)
     study.runs_dataframe()
     study.trials_dataframe()
-    assert "<script" not in render(Content(find_sources(folder)))
+    assert "<script" not in render(find_sources(folder))
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +162,7 @@ def test_damaged_runs_are_one_line(folder: Path) -> None:
             (folder / RUNS).write_text("".join(json.dumps(line) + "\n" for line in damaged_lines))
             for read in (
                 Study(folder).runs_dataframe,
-                lambda: acceptance(replace(sources, runs=read_lines(folder / RUNS))),
+                lambda: acceptance_tables(replace(sources, runs=read_lines(folder / RUNS))),
             ):
                 try:
                     read()
