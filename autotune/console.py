@@ -50,10 +50,8 @@ class Console:
     def __init__(self, verbose: bool = False) -> None:
         self.verbose = verbose
         self._rich = _StandardError(stderr=True, highlight=False)
-        narrow, self._rich.width = self._rich.width, max(COLUMNS, self._rich.width)
-        self._has_bars = sys.stderr.isatty() and narrow >= COLUMNS
-        if sys.stderr.isatty() and narrow < COLUMNS:
-            self.say(f"the terminal has {narrow} columns, and tables are {COLUMNS} wide; make it wider to read them")
+        self._has_bars = sys.stderr.isatty() and self._rich.width >= COLUMNS
+        self._rich.width = max(COLUMNS, self._rich.width)
 
     def say(self, text: str) -> None:
         """Print a paragraph, which is one line where standard error is not a terminal."""
@@ -88,9 +86,7 @@ class Console:
                 grid.add_row(*(Text(row[n]) for n in widths), style=style)
             self._rich.print(grid)
         self._rich.print()
-        for name, label in table.labels.items():
-            text = f"{name}: {label}"
-            self.say(textwrap.fill(text, self._rich.width, subsequent_indent="   ", break_on_hyphens=False))
+        self.labels(table.labels)
 
     def table(
         self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, emphasised: int | None = None

@@ -262,7 +262,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "missing workload, doctor": (["doctor", "--target", "digits/target", "--workload", "nowhere.jsonl"], r"nowhere\.jsonl: no such file"),
     "no tokens, doctor": (["doctor", "--tokens", "1"], "1 is not in the range"),
     "truncated profile": (["run", "truncated.json", "--prompt", "x"], "not a complete JSON document"),
-    "unknown key": (["run", "typo.json", "--prompt", "x"], "unknown key 'points.0.verificatoin'; did you mean 'verification'"),
+    "unknown key": (["run", "typo.json", "--prompt", "x"], "unknown key 'point.verificatoin'; did you mean 'verification'"),
     "another version": (
         ["run", "other-version.json", "--prompt", "x"],
         "reads schema 'autotune.decoding-profile/2'; got 'autotune.decoding-profile/4'; make the file again with autotune search",
@@ -370,7 +370,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "server for other machines": (["serve", "profile.json", "--host", "0.0.0.0"], "other machines can reach this address, which needs a key"),
     "server at no address": (["serve", "profile.json", "--host", "x..y"], "no server can listen .*choose another --port or --host"),
     "password in an argument": (["report", "profile.json", "postgresql://u:SECRET@host/x"], r"postgresql://u:\*\*\*@host/x"),
-    "empty key": (["serve", "profile.json", "--api-key", ""], "--api-key: a key has one character at least"),
+    "empty key": (["serve", "profile.json", "--api-key", ""], "--api-key: string should have at least 1 character"),
     "image token without an image": (["run", "profile.json", "--prompt", "x <image> y"], "<image>"),
 }  # fmt: skip
 
