@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from autotune.study.document import StudyDocument, files_by_age, load_study, new
 from autotune.study.folder import find_study
 from autotune.study.ledger import Ledger, Record
 from autotune.study.records import ScreenedSubnet, screened_in
-from autotune.study.storage import LEDGER, RUNS, STUDY, study_folder
+from autotune.study.storage import LEDGER, RUNS, study_folder
 
 
 @dataclass(frozen=True)
@@ -101,66 +100,56 @@ def find_sources(given: Path, *, study: str | None = None, storage: str | None =
         UserError: ``given`` is neither a profile nor a study, the study belongs to another profile, or a document
             cannot be read.
     """
-    if given.is_dir():
-        if study is not None:
-            raise UserError(f"--study {study}: {given} is a study folder itself; give a profile, or leave --study out")
-        path = newest_profile(given)
-        alone = Sources() if path is None else Sources(profile=DecodingProfile.load(path), profile_path=path)
-        if alone.is_of_engine:
-            return alone
-        if (newest := load_study(given)) is None:
-            raise UserError(f"{given}: a study folder holds {STUDY}; give a folder of {WORKSPACE}/, or a profile")
-        return _read_study(alone, given, newest, storage)
-    profile = DecodingProfile.load(given)
-    alone = Sources(profile=profile, profile_path=given)
+    if given.is_dir() and study is not None:
+        raise UserError(f"--study {study}: {given} is a study folder itself; give a profile, or leave --study out")
+    path = newest_profile(given) if given.is_dir() else given
+    alone = Sources() if path is None else Sources(profile=DecodingProfile.load(path), profile_path=path)
     if alone.is_of_engine:
         return alone
-    folder = find_study(profile, given) if study is None else study_folder(study, given.parent / WORKSPACE, WORKSPACE)
-    if folder is None:
-        return alone
-    if not folder.is_dir():
-        raise UserError(f"--study {study}: no such folder; give the one in {WORKSPACE}/ that autotune search named")
-    if (own := load_study(folder, profile)) is None:
+    if given.is_dir():
+        folder, document = given, load_study(given)
+    else:
+        assert alone.profile is not None
+        found = find_study(alone.profile, given)
+        folder = found if study is None else study_folder(study, given.parent / WORKSPACE, WORKSPACE)
+        if folder is None:
+            return alone
+        document = load_study(folder, alone.profile)
+    if document is None:
         raise UserError(
-            f"--study {study}: its documents belong to another target, device or workload than {given}; give that profile's "
-            "own study"
+            f"{folder}: no study of {given} is in this folder; give one in {WORKSPACE}/ of the same target, device and "
+            "workload"
         )
-    return _read_study(alone, folder, own, storage)
+    return _read_study(alone, folder, document, storage)
 
 
 def _read_study(alone: Sources, folder: Path, study: StudyDocument, storage: str | None) -> Sources:
     """A profile's sources with the documents of its study."""
-    has_ledger = storage is not None or (folder / LEDGER).exists()
-    ledger = Ledger(folder / LEDGER if storage is None else storage, must_exist=True) if has_ledger else None
-    with ledger.reading() if ledger is not None else nullcontext():
-        subnets = [subnet for record in _records(ledger, study, "subnets") for subnet in screened_in(record)]
-        candidates = [
-            Candidate.model_validate(content, strict=False)
-            for record in _records(ledger, study, "trees")
-            for content in record.get("fastest", ())
-        ]
-    notes = []
-    if study.records.get("trees") and not candidates:
-        notes.append(
-            "The study's records are not in its folder: if workers shared a database, give its URL with --storage."
-        )
-    tables = [
-        table
-        for table in map(CostTable.load, files_by_age(folder, "*.cost.json"))
-        if table.content_hash == study.cost_table
-    ]
+    records: dict[str, list[Record]] = {}
+    subnets: list[ScreenedSubnet] = []
+    candidates: list[Candidate] = []
+    if storage is not None or (folder / LEDGER).exists():
+        ledger = Ledger(folder / LEDGER if storage is None else storage, must_exist=True)
+        with ledger.reading():
+            for stage, keys in study.records.items():
+                records[stage] = list(ledger.records(keys).values())
+            subnets = [subnet for record in records.get("subnets", []) for subnet in screened_in(record)]
+            candidates = [
+                Candidate.model_validate(content, strict=False)
+                for record in records.get("trees", [])
+                for content in record.get("fastest", ())
+            ]
+    is_elsewhere = study.records.get("trees") and not candidates
+    text = "The study's records are not in its folder: if workers shared a database, give its URL with --storage."
+    tables = (CostTable.load(path) for path in files_by_age(folder, "*.cost.json"))
     return replace(
         alone,
         folder=folder,
         study=study,
-        table=tables[0] if tables else None,
+        table=next((table for table in tables if table.content_hash == study.cost_table), None),
         traces=[load_trace(folder / name) for name in study.traces if (folder / name).exists()],
         screened=list({s.variant: s for s in subnets}.values()),
         candidates=sorted({c.key: c for c in candidates}.values(), key=lambda c: c.rank),
         runs=read_lines(folder / RUNS),
-        notes=notes,
+        notes=[text] if is_elsewhere else [],
     )
-
-
-def _records(ledger: Ledger | None, study: StudyDocument, stage: str) -> list[Record]:
-    return [] if ledger is None else list(ledger.records(study.records.get(stage, [])).values())

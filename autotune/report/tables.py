@@ -31,28 +31,29 @@ def heads_label(subnet: Subnet) -> str:
 def decoding_table(profile: DecodingProfile) -> Table:
     """How the profile decodes, with its predicted and measured speedups."""
     point, configuration = profile.point, configuration_of(profile.point)
-    facts = {"backend": profile.backend, "output": "lossless: it equals the target's own, token for token"}
-    if not point.lossless:
-        facts["output"] = f"LOSSY, not the target's own: {point.verification.kind} verification"
-    if point.deployment is not None:
-        facts |= {"model": point.deployment.model.id, "speculation": point.deployment.label}
-        facts["command"] = " ".join(point.deployment.command)
+    output = "lossless: it equals the target's own, token for token"
+    facts = {
+        "backend": profile.backend,
+        "output": output if point.lossless else f"LOSSY, not the target's own: {point.verification.kind} verification",
+    }
+    if (deployment := point.deployment) is not None:
+        build = f"{' '.join(deployment.command)} (build {deployment.build})"
+        facts |= {"model": deployment.model.id, "speculation": deployment.label, "command": build}
     elif configuration is not None and point.draft is not None:
-        facts |= {"draft": f"{point.draft.id} ({point.draft.kind})", "subnet": point.draft.subnet.label or "all of it"}
-        facts["tree"] = configuration.tree_label
+        draft = f"{point.draft.id} ({point.draft.kind})"
+        subnet = point.draft.subnet.label or "all of it"
+        facts |= {"draft": draft, "subnet": subnet, "tree": configuration.tree_label}
     else:
         facts["draft"] = "none: no draft was faster on this device"
-    if point.fallback is not None:
-        facts["fallback"] = (
-            f"plain steps, while a round is slower: it costs {number(point.fallback.round_steps)} plain steps, a draft "
-            f"level {number(point.fallback.level_steps)}, a drafted token {number(point.fallback.node_steps, 3)}"
-        )
-    if point.predicted is not None:
-        source = "estimated from a datasheet" if point.predicted.estimated else "by replay of the tuning prompts"
-        facts["predicted speedup"] = f"{times(point.predicted.speedup)}, {source}"
-    if point.measured is not None:
-        outputs = f"{point.measured.identical_outputs} of {point.measured.num_prompts} outputs equal plain decoding"
-        facts["measured speedup"] = f"{times(point.measured.speedup)} on held-out prompts; {outputs}"
+    if (price := point.fallback) is not None:
+        costs = f"{number(price.round_steps)}, a draft level {number(price.level_steps)}, a node {number(price.node_steps, 3)}"
+        facts["fallback"] = f"plain steps, while rounds are slower; in plain steps a round costs {costs}"
+    if (predicted := point.predicted) is not None:
+        source = "estimated from a datasheet" if predicted.estimated else "by replay of the tuning prompts"
+        facts["predicted speedup"] = f"{times(predicted.speedup)}, {source}"
+    if (measured := point.measured) is not None:
+        outputs = f"{measured.identical_outputs} of {measured.num_prompts} outputs equal plain decoding"
+        facts["measured speedup"] = f"{times(measured.speedup)} on held-out prompts; {outputs}"
     return Table("How the profile decodes", ["", ""], [list(fact) for fact in facts.items()])
 
 
@@ -178,29 +179,28 @@ def subnet_tables(screened: Iterable[ScreenedSubnet]) -> list[Table]:
 def provenance_tables(sources: Sources) -> list[Table]:
     """The models, and the device, prompts and versions of all figures."""
     profile, study, prices = sources.profile, sources.study, sources.table
-    models: list[list[str]] = []
+    models = [[reference.id, f"draft, {kind}", reference.sha256 or "none"] for reference, kind in sources.drafts]
     facts: dict[str, str] = {}
     if target := sources.target:
-        models.append([target.id, "target", target.sha256 or "none"])
-    models += [[reference.id, f"draft, {kind}", reference.sha256 or "none"] for reference, kind in sources.drafts]
+        models.insert(0, [target.id, "target", target.sha256 or "none"])
     if device := sources.hardware:
-        facts["device"] = f"{device.model} ({device.kind}), {device.num_cores or 'unknown'} cores"
-        facts["memory, driver"] = f"{device.memory_bytes / 2**30:.1f} GiB, {device.driver or '-'}"
-        facts["fingerprint"] = device.key
+        facts |= {
+            "device": f"{device.model} ({device.kind}), {device.num_cores or 'unknown'} cores",
+            "memory, driver": f"{device.memory_bytes / 2**30:.1f} GiB, {device.driver or '-'}",
+            "fingerprint": device.key,
+        }
     if profile:
-        workload, deployment = profile.workload, profile.point.deployment
-        facts["precision, mode"] = f"{profile.precision}, {profile.mode}"
-        facts["capture sizes"] = ", ".join(map(str, profile.capture_sizes)) or "none: forward passes are not padded"
-        facts["CPU threads per step"] = str(profile.threads or "torch's default")
-        facts["workload"] = workload.name
-        facts["tuning prompts"] = f"{workload.num_tune_prompts}, SHA-256 {workload.tune_sha256}"
-        facts["held-out prompts"] = f"{workload.num_evaluate_prompts}, SHA-256 {workload.evaluate_sha256}"
-        if deployment is not None:
-            models.append([deployment.model.id, f"of {profile.backend}", deployment.model.sha256])
-            facts["build, arguments"] = f"{deployment.build}, {' '.join(deployment.arguments) or 'none'}"
+        workload, sizes = profile.workload, ", ".join(map(str, profile.capture_sizes))
+        facts |= {
+            "precision, mode, capture sizes": f"{profile.precision}, {profile.mode}, {sizes or 'none'}",
+            "CPU threads per step": str(profile.threads or "torch's default"),
+            "workload": workload.name,
+            "tuning prompts": f"{workload.num_tune_prompts}, SHA-256 {workload.tune_sha256}",
+            "held-out prompts": f"{workload.num_evaluate_prompts}, SHA-256 {workload.evaluate_sha256}",
+        }
     if study:
-        facts["search space"] = study.space
-        facts["seconds"] = ", ".join(f"{stage} {seconds:.0f}" for stage, seconds in study.stage_seconds.items())
+        seconds = ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in study.stage_seconds.items())
+        facts |= {"search space": study.space, "times of stages": seconds}
     if prices:
         facts["cost table"] = f"{prices.num_samples:,} timed steps; content hash {prices.content_hash}"
     for name, document in (("profile", profile), ("cost table", prices), ("study", study)):

@@ -45,7 +45,7 @@ def test_study_of_another_device_is_ignored(copied: MadeStudy) -> None:
     hardware = DEVICE.model_copy(update={"model": "another machine"})
     copied.profile.model_copy(update={"hardware": hardware}).save(other)
     assert find_sources(other).folder is None
-    with pytest.raises(UserError, match=r"belong to another target, device or workload than .*own study"):
+    with pytest.raises(UserError, match=r"no study of .*other.json is in this folder; give one"):
         find_sources(other, study=str(copied.folder))
 
 
@@ -130,9 +130,9 @@ def test_wrong_paths_are_refused(copied: MadeStudy) -> None:
     shutil.copy(copied.folder / "0123.cost.json", home)
     cases = [
         ("nothing.json", None, "no such file"),
-        ("empty", None, "a study folder holds study.json; give a folder of .autotune/, or a profile"),
+        ("empty", None, "no study of .* is in this folder; give one in .autotune/"),
         ("0123.cost.json", None, "schema must be 'autotune.decoding-profile/2'"),
-        ("profile.json", "nowhere", "--study nowhere: no such folder"),
+        ("profile.json", "nowhere", "nowhere: no study of .*profile.json is in this folder"),
         (".autotune/tests-target-0123", "empty", "is a study folder itself"),
     ]
     for given, study, message in cases:
@@ -151,7 +151,7 @@ def test_prompts_that_changed_are_not_shown(copied: MadeStudy, tmp_path: Path) -
     changed = write_workload(copied.profile_path.parent, [{"prompt": "Another.", "split": "tune"}])
     sources = find_sources(copied.profile_path)
     assert find_prompts(sources, None) == {}
-    with pytest.raises(UserError, match="differ from the recorded ones; give the workload of the search"):
+    with pytest.raises(UserError, match="differ from the recorded ones; give the search's own"):
         find_prompts(sources, str(changed))
     with pytest.raises(UserError, match="no such file"):
         find_prompts(sources, str(tmp_path / "nothing.jsonl"))

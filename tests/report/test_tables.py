@@ -121,7 +121,7 @@ def test_how_a_profile_decodes(made: MadeStudy) -> None:
     )
     assert facts(decoding_table(decoding_profile(draft=None)))["draft"] == "none: no draft was faster on this device"
     served = facts(decoding_table(engine_profile()))
-    assert (served["backend"], served["command"]) == ("llama.cpp", "llama-server -m model.gguf")
+    assert (served["backend"], served["command"]) == ("llama.cpp", f"llama-server -m model.gguf (build {'b' * 64})")
 
 
 def test_the_tables_of_an_engine_and_of_the_race_between_backends() -> None:
