@@ -142,7 +142,10 @@ def acceptance_tables(sources: Sources) -> list[Table]:
         rows = [
             [
                 str(place),
-                *(f"{accepted} of {offered} ({percent(accepted / max(1, offered), 0)})" for offered, accepted in row),
+                *(
+                    f"{accepted} of {offered} ({percent(accepted / offered, 0)})" if offered else "-"
+                    for offered, accepted in row
+                ),
             ]
             for place, row in enumerate(zip(*both, strict=True), start=1)
             if any(offered for offered, _ in row)

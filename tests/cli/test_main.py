@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -18,6 +19,7 @@ from autotune.machine.device import fingerprint
 from autotune.modeling.loading import reference
 from tests.sample_documents import decoding_profile, write_image, write_workload
 from tests.tiny_models import Pair, new_llama
+from tests.training.conftest import STAGE, write_examples, write_recipe
 
 REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -86,7 +88,21 @@ INSTANT = {
     "search -o /proc/nowhere/profile.json": "cannot be written",
     "record --workload missing.jsonl": "no such file",
     "measure -o /proc/nowhere/table.json": "cannot be written",
+    "train kind.yaml": "got 'stra'; fix that value",
+    "train key.yaml": "unknown key 'modle'; did you mean 'model'",
+    "train contradiction.yaml": "got draft {'mlp_size': 4}; remove it",
+    "train teacher.yaml": "no/where",
+    "train data.yaml": "gone.jsonl: no such file; check the path",
+    "train examples.yaml": "wrong.jsonl:1: unknown key 'anwser'; did you mean 'answer'",
     "check x.json --min-speedup 0": "--min-speedup: input should be greater than 0",
+}
+RECIPES: dict[str, dict[str, Any]] = {
+    "kind": {"model": "stra"},
+    "key": {"modle": "star"},
+    "contradiction": {"model": "mtp", "draft": {"mlp_size": 4}, "stages": [STAGE]},
+    "teacher": {"teacher": "no/where"},
+    "data": {"data": {"file": "gone.jsonl"}},
+    "examples": {"data": {"file": "wrong.jsonl"}},
 }
 INSTANT_PROGRAM = f"""
 import io, re, sys
@@ -108,6 +124,10 @@ for command, message in {INSTANT!r}.items():
 
 def test_obvious_mistakes_are_refused_before_anything_heavy_is_imported(tmp_path: Path) -> None:
     write_workload(tmp_path, [{"prompt": "Go on.", "split": "tune"}] * 2).rename(tmp_path / "tune.jsonl")
+    write_examples(tmp_path / "examples.jsonl")
+    (tmp_path / "wrong.jsonl").write_text('{"prompt": "x", "anwser": "y"}')
+    for name, changes in RECIPES.items():
+        write_recipe(tmp_path / f"{name}.yaml", **{"teacher": "digits/target", **changes})
     command = [sys.executable, "-c", INSTANT_PROGRAM]
     done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
