@@ -11,7 +11,7 @@ from autotune.console import Console
 from autotune.documents.answer import answer_of
 from autotune.documents.provenance import stamp
 from autotune.files import write_bytes
-from autotune.report.examples import decoded_example
+from autotune.report.examples import decoded_example, visible
 from autotune.report.prompts import TokenTexts, find_prompts
 from autotune.report.sections import sections_of
 from autotune.report.sources import Sources, find_sources
@@ -52,6 +52,7 @@ def render(sources: Sources, *, workload: str | None = None) -> str:
     example = decoded_example(sources, find_prompts(sources, workload), tokens)
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined)
     templates.trim_blocks = templates.lstrip_blocks = True
+    templates.filters["visible"] = visible
     commands = [study.command] if study else []
     if path is not None:
         commands += [shlex.join(["autotune", verb, str(path)]) for verb in ("run", "serve", "bench", "check", "report")]

@@ -38,10 +38,9 @@ ACCEPTANCE = (
     "a rank (1 is the draft's most probable token) is offered below accepted nodes that have a child of that rank."
 )
 TREE = (
-    "The tree is replayed from the trace and equals the runtime's tree. The drawn round is the one in which the tree helped "
-    "most compared with a chain. Filled, ticked nodes (✓) were accepted; nodes with a dashed frame were rejected; the heavy "
-    "frame is the target's own token, which every round adds. Percentages are the draft's probabilities. Spaces are shown "
-    "as ·, line breaks as ⏎."
+    "The tree is replayed from the trace and equals the runtime's tree. The shown round is the one in which the tree helped "
+    "most compared with a chain. Ticked nodes (✓) were accepted, the first one is the last token before the round, and "
+    "percentages are the draft's probabilities. Spaces are shown as ·, line breaks as ⏎."
 )
 ENGINE = (
     "Speedups over no speculation by replay of the recorded answers and the prices, pooled over the tuning prompts, with "

@@ -26,7 +26,7 @@ document.getElementById("f").onload = () => {{
   document.getElementById("out").textContent = JSON.stringify({{
     width: root.clientWidth, scroll: root.scrollWidth, wide: wide.slice(0, 5).map(e => e.outerHTML.slice(0, 120)),
     sections: page.querySelectorAll("section").length,
-    images: [...page.images].map(i => i.naturalWidth), trees: page.querySelectorAll("svg.tree").length,
+    images: [...page.images].map(i => i.naturalWidth), trees: page.querySelectorAll("ul.tree").length,
     requests: page.defaultView.performance.getEntriesByType("resource").map(e => e.name).filter(n => !n.startsWith("data:")),
     background: page.defaultView.getComputedStyle(page.body).backgroundColor,
   }});
