@@ -175,21 +175,6 @@ def test_command_line_writes_the_page_which_differs_in_its_time_alone(
     assert output.read_text().split("<footer>")[0] == text.split("<footer>")[0]
 
 
-def test_wrong_options_are_refused_before_the_work(made: MadeStudy, tmp_path: Path) -> None:
-    output, engine = tmp_path / "r.html", tmp_path / "engine.json"
-    engine_profile().save(engine)
-    cases = (
-        (engine, ("-o", output, "--study", "x"), "--study: not an option for a profile of llama.cpp; leave it out"),
-        (made.profile_path, ("-o", output, "--workload", "nothing.jsonl"), "nothing.jsonl: no such file"),
-        (made.profile_path, ("-o", "/proc/nowhere/r.html"), "cannot be written"),
-        (made.profile_path, ("-o", tmp_path), "must be a file"),
-    )
-    for profile, options, message in cases:
-        done = CliRunner().invoke(main, ["report", str(profile), *map(str, options)])
-        assert done.exit_code == 2 and message in done.stderr, message
-    assert not output.exists()
-
-
 @pytest.mark.parametrize(
     ("source", "page"),
     [
