@@ -106,15 +106,14 @@ def find_sources(given: Path, *, study: str | None = None, storage: str | None =
     alone = Sources() if path is None else Sources(profile=DecodingProfile.load(path), profile_path=path)
     if alone.is_of_engine:
         return alone
-    if given.is_dir():
-        folder, document = given, load_study(given)
-    else:
-        assert alone.profile is not None
-        found = find_study(alone.profile, given)
-        folder = found if study is None else study_folder(study, given.parent / WORKSPACE, WORKSPACE)
-        if folder is None:
-            return alone
-        document = load_study(folder, alone.profile)
+    folder: Path | None = given
+    if study is not None:
+        folder = study_folder(study, given.parent / WORKSPACE, WORKSPACE)
+    elif alone.profile is not None and not given.is_dir():
+        folder = find_study(alone.profile, given)
+    if folder is None:
+        return alone
+    document = load_study(folder, None if given.is_dir() else alone.profile)
     if document is None:
         raise UserError(
             f"{folder}: no study of {given} is in this folder; give one in {WORKSPACE}/ of the same target, device and "
