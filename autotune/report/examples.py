@@ -31,23 +31,6 @@ class TreeNode:
     children: list[TreeNode] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class AnswerPart:
-    accepted: str
-    own: str
-    """The target's own token; empty if the answer ended before it."""
-    is_drawn: bool
-
-
-def answer_parts(replayed: Sequence[ReplayedRound], texts: Sequence[str], drawn: int) -> list[AnswerPart]:
-    """The answer by rounds. ``texts`` are the texts of its tokens, the first of which the prefill emitted."""
-    parts = []
-    for number, emitted in enumerate(replayed):
-        begin, end = emitted.position + 1, emitted.position + 1 + len(emitted.path)
-        parts.append(AnswerPart("".join(texts[begin:end]), "".join(texts[end : end + 1]), number == drawn))
-    return parts
-
-
 def round_to_draw(replayed: Sequence[ReplayedRound]) -> int:
     """The round in which the tree helped most compared with a chain: most accepted tokens of rank 2 and above, then
     most accepted tokens, then most nodes, then the earliest.
@@ -77,9 +60,7 @@ class DecodedExample:
         found = prompts.get(self.prompt)
         self.question = None if found is None else found.settings.text
         self.images = [] if found is None else [data_uri(image) for image in found.pictures[:MAX_IMAGES]]
-        self.first_text = texts[0]  # emitted by the prefill
-        self.answer = answer_parts(decoded, texts, drawn)
-        self.num_rounds = len(decoded)
+        self.texts, self.rounds = texts, decoded  # the first token is of the prefill
         self.tokens_per_round = (len(answer) - 1) / len(decoded)
         self.drawn, self.shown = drawn + 1, decoded[drawn]
         self.root = _nodes(self.shown, texts, answer, tokens)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
 import pytest
 
 from autotune.replay.reference_replay import ReplayedRound, rounds
-from autotune.report.examples import DecodedExample, TreeNode, answer_parts, data_uri, decoded_example, round_to_draw
+from autotune.report.examples import DecodedExample, TreeNode, data_uri, decoded_example, round_to_draw
 from autotune.report.prompts import find_prompts
 from autotune.report.sources import Sources
 from autotune.trees.policy import parse_policy
@@ -49,14 +48,6 @@ def test_drawn_round_accepts_most_branches(found: list[ReplayedRound]) -> None:
     assert round_to_draw([plain, *found]) == round_to_draw(found) + 1 and round_to_draw([plain]) == 0
 
 
-def test_answer_parts_add_up_to_the_answer(found: list[ReplayedRound]) -> None:
-    trace = random_trace(11, num_tokens=60)
-    texts = [f"{token} " for token in trace.forest.answer[: trace.answer_start[1]]]
-    parts = answer_parts(found, texts, 2)
-    assert texts[0] + "".join(part.accepted + part.own for part in parts) == "".join(texts)
-    assert [part.is_drawn for part in parts].index(True) == 2
-
-
 def example_of(sources: Sources, **options: Any) -> DecodedExample:
     prompts = options.get("prompts", find_prompts(sources, None))
     example = decoded_example(sources, prompts, NumberTokens())  # type: ignore[arg-type]
@@ -68,9 +59,8 @@ def test_the_example_is_of_a_prompt_with_an_image(sources: Sources) -> None:
     """In the trace, the odd prompts have visual tokens."""
     example = example_of(sources)
     assert (example.policy, example.question) == ("eagle2", f"{QUESTION} 1")
-    emitted = "".join(part.accepted + part.own for part in example.answer)
-    assert example.num_rounds == len(example.answer) and 1 <= example.drawn <= example.num_rounds
-    assert example.tokens_per_round == pytest.approx(len(re.findall(r"<\d+>", emitted)) / example.num_rounds)
+    assert example.rounds[example.drawn - 1] is example.shown
+    assert example.tokens_per_round == pytest.approx((len(example.texts) - 1) / len(example.rounds))
     assert example.root is not None and example.shown.tree is not None
     nodes = nodes_of(example.root)
     assert len(nodes) == example.shown.tree.size[0] == 1 + example.shown.num_nodes
@@ -83,7 +73,7 @@ def test_the_example_is_of_a_prompt_with_an_image(sources: Sources) -> None:
 
 def test_example_without_its_prompt(sources: Sources) -> None:
     example = example_of(sources, prompts={})
-    assert example.question is None and example.images == [] and example.answer
+    assert example.question is None and example.images == [] and example.texts
 
 
 def test_large_images_are_scaled_down() -> None:
