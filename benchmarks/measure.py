@@ -240,7 +240,7 @@ def prices_of(table: Any) -> Rows:
     """
     import numpy as np
 
-    from autotune.report.cost_curves import middle_kv_length
+    from autotune.cost.latency_table import middle_kv_length
 
     kv_length = middle_kv_length(table)
     lengths = np.array([float(kv_length)])

@@ -27,12 +27,12 @@ from autotune.cost.table import ModelShape
 from autotune.documents.configuration import configuration_of
 from autotune.documents.decoded import length_bands, time_shares
 from autotune.files import write_table
+from autotune.replay.evaluator import Evaluator
 from autotune.replay.reference_replay import ReplayedRound, rounds
 from autotune.replay.replay import plain_decode_ms
 from autotune.replay.trace import Trace
-from autotune.report.acceptance import evidence_runs
-from autotune.report.points import heads_label
 from autotune.report.sources import Sources, find_sources
+from autotune.report.tables import heads_label
 from autotune.study.records import ScreenedSubnet
 from autotune.trees.tree import ROOT, Floats, Ints
 
@@ -135,12 +135,24 @@ def root_proposals(trace: Trace, prompt: int, decoded: Sequence[ReplayedRound]) 
     return entropies, np.where(is_next.any(1), is_next.argmax(1), -1)
 
 
+def evaluator_of(sources: Sources) -> Evaluator | None:
+    """Replays configurations; None without traces whose drafts the cost table prices."""
+    if sources.table is None:
+        return None
+    traces = [
+        trace
+        for trace in sources.traces
+        if trace.num_tokens and sources.table.holds(trace.header.draft, trace.header.subnet)
+    ]
+    return Evaluator(traces, sources.table) if traces else None
+
+
 def gain_by_length(sources: Sources, trace: Trace, prompts: Sequence[int]) -> pd.DataFrame:
     """Tokens per round, and the predicted speedup where replay has prices, by the number of an answer's tokens (SAGE,
     figure 3).
     """
     assert sources.profile is not None
-    evaluator, point = sources.evaluator, sources.profile.point
+    evaluator, point = evaluator_of(sources), sources.profile.point
     configuration = configuration_of(point)
     assert point.tree is not None and configuration is not None
     tokens = np.diff(trace.answer_start)[prompts]
@@ -167,7 +179,7 @@ def decoding_figures(sources: Sources) -> dict[str, pd.DataFrame]:
         return {}
     roots = [root_proposals(trace, prompt, of_prompt) for prompt, of_prompt in decoded.items()]
     pooled = list(itertools.chain.from_iterable(decoded.values()))
-    shares = time_shares([run for run in evidence_runs(sources) if run.get("verify_ms")])
+    shares = time_shares([run for run in sources.evidence_runs if run.get("verify_ms")])
     return {
         "autocorrelation": autocorrelation([entropies for entropies, _ in roots]),
         "accepted-positions": accepted_positions(pooled),

@@ -79,10 +79,7 @@ def command(
 ) -> None:
     """Measure a profile side by side with plain decoding and other configurations, interleaved in one run."""
     from autotune.cli.preflight import require_profile, workload_for
-    from autotune.study.outputs import require_replaceable
 
-    if table is not None:
-        require_replaceable(table, "--table", key="")
     document = require_profile(profile)  # before numba is imported
 
     from autotune.evaluation.bench_settings import evaluation_prompts, require_arms

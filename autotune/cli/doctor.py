@@ -17,12 +17,6 @@ from autotune.search.settings import SearchSettings
     "--target", "--model", default=None, help="Target to examine, as of a search; default: the machine alone."
 )
 @options.settings_options(SearchSettings, "dtype")
-@click.option(
-    "--draft",
-    "drafts",
-    multiple=True,
-    help="Draft to decode with, in every mode: as of a search, also retrieval. Repeatable.",
-)
 @options.workload
 @options.workload_format
 @options.device
@@ -33,20 +27,17 @@ from autotune.search.settings import SearchSettings
     type=click.IntRange(min=2, max=1024),
     default=48,
     show_default=True,
-    help="Tokens of each of four answers, at which a verification is compared with single steps, and drafts with plain decoding.",
+    help="Tokens of each of four answers, at which a verification is compared with single steps.",
 )
 @options.as_json
-def command(target: str | None, drafts: tuple[str, ...], workload: str | None, as_json: bool, **choices: Any) -> None:
+def command(target: str | None, workload: str | None, as_json: bool, **choices: Any) -> None:
     """Tell what to expect on this machine before a search, in a minute: its devices and their datasheets, the bandwidth
     that a copy reaches, and other processes. With a target also: the attention kernels that torch picks for its shapes,
     whether verification equals single steps, what verifications cost in plain steps, and on a GPU time and memory of
     capturing.
 
-    With drafts it decodes these answers as a search does, plainly and in rounds, eagerly and captured, and compares
-    tokens, rounds and times.
-
-    Exits with 1 if torch cannot use the machine's GPU, or if a verification differs from single steps, captured steps
-    from eager ones, or a draft's answer from plain decoding, by more than rounding explains.
+    Exits with 1 if torch cannot use the machine's GPU, or if a verification differs from single steps, or captured
+    steps from eager ones, by more than rounding explains.
     """
     from autotune.cli.preflight import require_workload
     from autotune.modeling.loading import DEFAULT_PAIR, resolve
@@ -55,21 +46,19 @@ def command(target: str | None, drafts: tuple[str, ...], workload: str | None, a
     click.echo(f"examining this machine{f' and {target}' if target else ''}", err=True)
     if target is not None:
         resolve(target, weights=not choices["random_weights"])
-    elif drafts:
-        raise click.UsageError("--draft decodes for a target; name the target with --target")
     workload = workload or (default_workload(target) if target else DEFAULT_PAIR)
     require_workload(workload, choices["workload_format"])
 
     from autotune.console import Console
     from autotune.doctor.examination import examine
-    from autotune.doctor.output import print_diagnosis
 
     console = Console()
-    diagnosis = examine(target, workload, console, drafts, **choices)
+    diagnosis = examine(target, workload, console, **choices)
     if as_json:
         click.echo(diagnosis.dump())
     else:
-        print_diagnosis(diagnosis, console)
+        for table in diagnosis.tables():
+            console.show(table)
     for text in diagnosis.notes:
         console.say(f"- {text}")
     for text in diagnosis.defects:

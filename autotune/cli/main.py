@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import click
@@ -37,47 +37,30 @@ class Commands(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
-            return None
+            raise click.UsageError(f"no such command {cmd_name!r}; {nearest(cmd_name, VERBS)}")
         for name in CHATTY:
             logging.getLogger(name).setLevel(logging.ERROR)
         command: click.Command = importlib.import_module(f"autotune.cli.{cmd_name}").command
         command.name = cmd_name
         return command
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in VERBS and not args[0].startswith("-"):
-            raise click.UsageError(f"no such command {args[0]!r}; {nearest(args[0], VERBS)}")
-        return super().resolve_command(ctx, args)
-
     def main(self, args: Sequence[str] | None = None, *_: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         if not standalone_mode:  # the caller handles exceptions
             return super().main(args, prog_name="autotune", standalone_mode=False)
         _open_closed_streams()
+        _end_by_signals()
         warnings.formatwarning = _in_one_line
         try:
-            with _ending_signals():
-                code = super().main(args, prog_name="autotune", standalone_mode=False)
+            sys.exit(super().main(args, prog_name="autotune", standalone_mode=False) or 0)
         except click.exceptions.NoArgsIsHelpError as error:
             error.show()
-            sys.exit(error.exit_code)
-        except (UserError, click.UsageError) as error:  # click may list choices line by line
-            _say(str(error) if isinstance(error, UserError) else " ".join(error.format_message().split()))
             sys.exit(error.exit_code)
         except click.Abort as abort:
             verb = next((word for word in (sys.argv[1:] if args is None else args) if word in VERBS), "")
             _say("interrupted; run the same command to continue" if verb in CONTINUED else "interrupted")
             sys.exit(128 + getattr(abort.__cause__, "number", signal.SIGINT))
-        except OSError as error:
-            if error.errno not in DISK_ERRORS:
-                _end_by_fault(error)
-            file = error.filename or "a file"
-            _say(f"{file}: cannot be read or written ({error.strerror}); free some space, or check its permissions")
-            sys.exit(UserError.exit_code)
         except Exception as error:
-            _end_by_fault(error)
-        sys.exit(code or 0)
+            _end(error)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -102,20 +85,34 @@ def _say(message: str) -> None:
         _drop_output()
 
 
-def _end_by_fault(error: Exception) -> NoReturn:
-    """Exit after an error that is no mistake in what the user gave: too little memory is one line; anything else is a
-    fault of the program, with its traceback.
+def _end(error: Exception) -> NoReturn:
+    """Exit after an error with the line that says what the user can do; without one it is a fault of the program, which
+    prints its traceback.
     """
+    line, code = _line_of(error), getattr(error, "exit_code", UserError.exit_code)
+    if line is None:
+        with contextlib.suppress(BrokenPipeError):
+            traceback.print_exception(error)
+        name, code = type(error).__name__, FAULT
+        line = f"a fault of the program, {name}; please report it with the lines above and the command"
+    _say(line)
+    sys.exit(code)
+
+
+def _line_of(error: Exception) -> str | None:
+    """The line for an error that the user can end."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, click.UsageError):
+        return " ".join(error.format_message().split())  # click may list choices line by line
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        place = f"{error.filename or 'a file'}: cannot be read or written ({error.strerror})"
+        return f"{place}; free some space, or check its permissions"
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # the latter is torch's
-        reason = " ".join(str(error).split())[:200] or "no more can be allocated"
-        _say(
-            f"the memory is full ({reason}); end other programs, or give a smaller model, shorter prompts or another device"
-        )
-        sys.exit(UserError.exit_code)
-    with contextlib.suppress(BrokenPipeError):
-        traceback.print_exception(error)
-    _say(f"a fault of the program, {type(error).__name__}; please report it with the lines above and the command")
-    sys.exit(FAULT)
+        text = " ".join(str(error).split())[:200]
+        reason = f"the memory is full ({text or 'no more can be allocated'})"
+        return f"{reason}; end other programs, or give a smaller model, shorter prompts or another device"
+    return None
 
 
 def _drop_output() -> None:
@@ -131,25 +128,16 @@ class _Ended(KeyboardInterrupt):
         self.number = number
 
 
-def _end(number: int, _frame: object) -> None:
-    raise _Ended(number)
+def _end_by_signals() -> None:
+    """Let SIGTERM and SIGHUP end the command as SIGINT does; a caller that ignores one of them, as nohup, is obeyed."""
 
+    def end(number: int, _frame: object) -> None:
+        raise _Ended(number)
 
-@contextlib.contextmanager
-def _ending_signals() -> Iterator[None]:
-    """Inside the context SIGTERM and SIGHUP end the command as SIGINT does; a caller that ignores one of them, as
-    nohup, is obeyed.
-    """
-    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    is_main = threading.current_thread() is threading.main_thread()
-    numbers = [number for number in numbers if is_main and signal.getsignal(number) is signal.SIG_DFL]
-    for number in numbers:
-        signal.signal(number, _end)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
+    for number in (getattr(signal, name, None) for name in ("SIGTERM", "SIGHUP")):
+        is_main = threading.current_thread() is threading.main_thread()
+        if number is not None and is_main and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, end)
 
 
 def _open_closed_streams() -> None:

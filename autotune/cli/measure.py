@@ -23,7 +23,7 @@ from autotune.search.settings import SearchSettings
 @click.option(
     "--budget",
     "budget_s",
-    type=options.Duration(),
+    type=options.DURATION,
     default="90s",
     show_default=True,
     help="Time limit of the measurements.",

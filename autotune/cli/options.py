@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from autotune.documents.deployment import RUNTIME
+from autotune.documents.execution import check_capture_sizes
 from autotune.documents.option_fields import extra_of, option_name
 from autotune.errors import UserError
 from autotune.modeling.loading import Dtype
@@ -51,79 +52,55 @@ def require_options_of(backend: str) -> None:
 # -------- value types
 
 
-class Duration(click.ParamType[float]):
-    """``90``, ``90s``, ``10m`` or ``1h``, in seconds."""
+class Value(click.ParamType[Any]):
+    """A value that a function reads from its text. The function raises ValueError for other texts."""
 
-    name = "duration"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, float):
-            return value
-        match = re.fullmatch(r"(-?\d+(?:\.\d+)?)\s*([smh]?)", str(value).strip())
-        if not match:
-            self.fail(f"{value!r} is not a duration; write for example 90s, 10m or 1h", param, ctx)
-        return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
-
-
-class Percent(click.ParamType[float]):
-    """``5%`` or ``0.05``, as a fraction."""
-
-    name = "percent"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, float):
-            return value
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", str(value).strip())
-        if not match or (float(match[1]) >= 1 and not match[2]):
-            self.fail(f"{value!r} is not a percentage; write for example 5% or 0.05", param, ctx)
-        return float(match[1]) / (100 if match[2] else 1)
-
-
-class CaptureSizes(click.ParamType[tuple[int, ...]]):
-    """``4,8,16,32,64``, as integers."""
-
-    name = "sizes"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        from autotune.documents.execution import check_capture_sizes
-
-        try:
-            sizes = [int(size) for size in str(value).split(",") if size.strip()]
-        except ValueError:
-            self.fail(f"{value!r} is not a list of sizes; write for example 4,8,16,32,64", param, ctx)
-        return check_capture_sizes(sizes)
-
-
-class JsonObject(click.ParamType[dict[str, Any]]):
-    """``{"enable_thinking": false}``, as a dictionary."""
-
-    name = "json"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
-        try:
-            content = value if isinstance(value, dict) else parse_json(str(value))
-            return check_variables({} | content)
-        except (ValueError, TypeError) as error:
-            self.fail(
-                f"{value!r} is not an object of JSON ({error}); write '{{\"enable_thinking\": false}}'", param, ctx
-            )
-
-
-class TableFile(click.Path):
-    """A writable file for a table, in a format that its suffix names."""
-
-    name = "file"
+    def __init__(self, name: str, kind: str, advice: str, read: Callable[[str], Any]) -> None:
+        self.name, self.kind, self.advice, self.read = name, kind, advice, read
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        path = Path(value)
-        if path.suffix not in (".csv", ".parquet"):
-            self.fail(
-                f"{value!r} has no known table format; give a file name that ends in .csv or .parquet", param, ctx
-            )
-        require_replaceable(path, "--table")
-        return path
+        try:
+            return self.read(value) if isinstance(value, str) else value
+        except ValueError as error:
+            self.fail(f"{value!r} is not {self.kind} ({error}); {self.advice}", param, ctx)
+
+
+def _seconds(text: str) -> float:
+    if (match := re.fullmatch(r"(-?\d+(?:\.\d+)?)\s*([smh]?)", text.strip())) is None:
+        raise ValueError("a number and a unit are needed")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
+
+
+def _fraction(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", text.strip())
+    if match is None or (float(match[1]) >= 1 and not match[2]):
+        raise ValueError("the sign % or a fraction below 1 is needed")
+    return float(match[1]) / (100 if match[2] else 1)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return check_capture_sizes([int(size) for size in text.split(",") if size.strip()])
+
+
+def _variables(text: str) -> dict[str, Any]:
+    content = parse_json(text)
+    if not isinstance(content, dict):
+        raise ValueError("an object has braces")
+    return check_variables(content)
+
+
+def _table_file(text: str) -> Path:
+    if Path(text).suffix not in (".csv", ".parquet"):
+        raise ValueError("its suffix names no format")
+    require_replaceable(Path(text), "--table")
+    return Path(text)
+
+
+DURATION = Value("duration", "a duration", "write for example 90s, 10m or 1h", _seconds)
+PERCENT = Value("percent", "a percentage", "write for example 5% or 0.05", _fraction)
+CAPTURE_SIZES = Value("sizes", "a list of sizes", "write for example 4,8,16,32,64", _sizes)
+JSON_OBJECT = Value("json", "an object of JSON", "write '{\"enable_thinking\": false}'", _variables)
+TABLE_FILE = Value("file", "a file of a table", "give a name that ends in .csv or .parquet", _table_file)
 
 
 # -------- shared options
@@ -146,7 +123,7 @@ workload_format = click.option(
 chat_template_kwargs = click.option(
     "--chat-template-kwargs",
     hidden=True,
-    type=JsonObject(),
+    type=JSON_OBJECT,
     default=None,
     show_default="the profile's, if there is one",
     help="Variables of the chat template, such as '{\"enable_thinking\": false}'; those of a workload's line come first.",
@@ -200,7 +177,7 @@ def output(default: str | None, help_text: str) -> Decorator:
 
 
 def table(contents: str) -> Decorator:
-    return click.option("--table", type=TableFile(), default=None, help=f"Write {contents} to a .csv or .parquet file.")
+    return click.option("--table", type=TABLE_FILE, default=None, help=f"Write {contents} to a .csv or .parquet file.")
 
 
 # -------- options of settings models
@@ -230,18 +207,18 @@ def _option(name: str, field: FieldInfo) -> Decorator:
     if annotation is bool:
         options |= {"is_flag": True, "type": None}
     elif annotation is Path:
-        options["type"] = TableFile() if name == "table" else click.Path(path_type=Path)
+        options["type"] = TABLE_FILE if name == "table" else click.Path(path_type=Path)
         names += ["-o"] * (name == "output")
     elif get_origin(annotation) is Literal:
         options["type"] = click.Choice(get_args(annotation))
     elif annotation == tuple[int, ...]:
-        options["type"] = CaptureSizes()
+        options["type"] = CAPTURE_SIZES
     elif get_origin(annotation) is tuple:
         options |= {"type": get_args(annotation)[0], "multiple": True}
     elif unit == "fraction":
-        options |= {"type": Percent(), "default": f"{100 * default:g}%"}
+        options |= {"type": PERCENT, "default": f"{100 * default:g}%"}
     elif unit == "s":
-        options |= {"type": Duration()}
+        options |= {"type": DURATION}
         if default is not None:
             options["default"] = f"{default:g}s" if default % 60 else f"{default / 60:g}m"
     return click.option(*names, name, **options)

@@ -10,13 +10,13 @@ import click
 
 from autotune.cli import options
 from autotune.cli.verb import Verb
+from autotune.documents.option_fields import make_settings
 from autotune.errors import UserError
 from autotune.modeling.loading import Dtype
 from autotune.workloads.formats import Format
 
 if TYPE_CHECKING:
     from autotune.workloads.chat import Variables
-    from autotune.workloads.prompt import WorkloadPrompt
 
 
 @click.command(cls=Verb, short_help="Decode with a profile.")
@@ -49,16 +49,26 @@ def command(
 ) -> None:
     """Decode with a profile: one prompt, the evaluation prompts of a workload, or a bundled example."""
     from autotune.cli.preflight import require_profile, workload_for
+    from autotune.workloads.pixels import load_image
+    from autotune.workloads.prompt import Prompt, WorkloadPrompt
+    from autotune.workloads.workload import load_workload
 
     if workload is not None and (prompt is not None or images):
         raise UserError("give either --workload, or --prompt with --image; got both; drop one")
     if images and prompt is None:
         raise UserError("an image needs a question; add --prompt TEXT")
     document = require_profile(profile)
-    chosen = "" if prompt is not None else workload_for(profile, workload, workload_format)
-    prompts = _prompts(prompt, images, chosen, workload_format, settings, whole=workload is not None)
+    given = make_settings(Prompt, {"prompt": prompt or "", **settings})
+    if prompt is None:
+        name, number = workload_for(profile, workload, workload_format), None if workload else 1
+        prompts = load_workload(name, "evaluate", num_prompts=number, format=workload_format).prompts
+        changes = {key: value for key, value in settings.items() if key != "max_new_tokens"}
+        cut = [one.cut(given.max_new_tokens) for one in prompts]
+        prompts = tuple(replace(one, settings=one.settings.model_copy(update=changes)) for one in cut)
+    else:
+        prompts = (WorkloadPrompt("prompt", given, tuple(map(load_image, images))),)
     variables = document.chat_template_kwargs if chat_template_kwargs is None else chat_template_kwargs
-    prompts = [one.with_variables(variables) for one in prompts]
+    prompts = tuple(one.with_variables(variables) for one in prompts)
     click.echo(f"loading the models of {profile}", err=True)
 
     from autotune.cli.arms import answers
@@ -70,39 +80,3 @@ def command(
             click.echo(answer["summary"], err=True)
     if as_json:
         options.print_json(found if workload is not None else found[0])
-
-
-def _prompts(
-    text: str | None,
-    images: tuple[Path, ...],
-    workload: str,
-    workload_format: Format | None,
-    settings: dict[str, Any],
-    *,
-    whole: bool,
-) -> list[WorkloadPrompt]:
-    """The prompts to decode, with the settings of the command line instead of their own: the text, the whole workload,
-    or its first prompt.
-    """
-    from pydantic import ValidationError
-
-    from autotune.files import describe
-    from autotune.workloads.pixels import load_image
-    from autotune.workloads.prompt import Prompt, WorkloadPrompt
-    from autotune.workloads.workload import load_workload
-
-    settings = {name: value for name, value in settings.items() if value is not None}
-    try:
-        if text is not None:
-            pixels = tuple(load_image(path) for path in images)
-            return [WorkloadPrompt("prompt", Prompt(prompt=text, **settings), pixels)]
-        Prompt(prompt="", **settings)  # refuses values out of range before the workload is read
-        prompts = []
-        for prompt in load_workload(
-            workload, "evaluate", num_prompts=None if whole else 1, format=workload_format
-        ).prompts:
-            limit = {"max_new_tokens": min(prompt.settings.max_new_tokens, settings["max_new_tokens"])}
-            prompts.append(replace(prompt, settings=Prompt(**{**prompt.settings.model_dump(), **settings, **limit})))
-        return prompts
-    except ValidationError as error:
-        raise UserError(f"--{describe(error, Prompt).replace('_', '-')}") from None

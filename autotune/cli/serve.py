@@ -46,8 +46,6 @@ def command(
     from autotune.cli.preflight import require_profile
 
     settings = make_settings(ServeSettings, values)
-    if settings.api_key == "":
-        raise UserError("--api-key: a key has one character at least; got none; give another, or leave it out")
     document = require_profile(profile)
     target, deployment = document.target.id, document.point.deployment
     name = settings.model_name or (Path(target).name if Path(target).is_absolute() else target)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from autotune.cost.roofline import datasheets, find_limits
+from autotune.cost.table import shipped_tables
 from autotune.documents.captured_steps import CapturedSteps
 from autotune.documents.contention import Contention
 from autotune.documents.execution import EAGER
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance
+from autotune.documents.table import Table, number
 from autotune.files import Document
+from autotune.machine.device import gib
 
 
 class DeviceFound(Document):
@@ -50,13 +54,11 @@ class NearTies(Document):
     num_flips: int = Field(ge=0)
     """Tokens whose argmax differs."""
     num_unexplained: int = Field(ge=0)
-    """Flips whose margin is larger than ``allowed_noise`` of both logits explains."""
+    """Flips whose margin is larger than the noise that the precision explains in both logits."""
     noise: float = Field(ge=0)
     """Largest difference between the logits of both ways."""
-    allowed_noise: float = Field(ge=0)
-    """``TreeCheck.allowed`` in units of these logits."""
-    examples: tuple[str, ...] = ()
-    """The first flips, in words."""
+    example: str = ""
+    """The flip that is explained least, in words."""
 
 
 class TreeCheck(Document):
@@ -66,8 +68,6 @@ class TreeCheck(Document):
 
     difference: float = Field(ge=0)
     """Largest difference between a tree's logits and uncached ones of transformers."""
-    noise: float = Field(ge=0)
-    """The same between cached and uncached ones of transformers."""
     allowed: float = Field(ge=0)
 
 
@@ -83,39 +83,8 @@ class StepTimes(Document):
     """Time in which all of these sizes were captured; None in mode ``eager``."""
     prepared_bytes: int = 0
     """Device memory that this took."""
-    num_prepared: int = 0
     why_eager: str | None = None
     """The error because of which forward passes run eagerly after all."""
-
-
-class DecodingTrial(Document):
-    """The same prompts, decoded plainly or with a draft in one mode, next to all other trials."""
-
-    draft: str | None
-    """None for plain decoding."""
-    tree: str | None
-    mode: str
-    tokens_per_round: float | None
-    ms_per_token: float = Field(gt=0)
-    """After the first token, the draft's prefill included."""
-    speedup: float = Field(gt=0)
-    """Over plain decoding in the same mode."""
-    rounds_over_eager: float | None
-    """Rounds over those of mode ``eager``, in the answers that have the same tokens in both; None without one. 1.0: the
-    trees are the same.
-    """
-    num_answers: int = Field(ge=1)
-    num_near_ties: int = Field(ge=0)
-    """Answers that leave the one of eager plain decoding at a near tie; ``unexplained``, in words, are those that leave
-    it elsewhere.
-    """
-    unexplained: tuple[str, ...]
-    num_captures: int = Field(ge=0)
-    """Forward passes that were captured for it, in addition to those of the trials after it in the list."""
-    capture_s: float = Field(ge=0)
-    capture_bytes: int = Field(ge=0)
-    why_eager: str | None = None
-    """The error because of which steps of the draft run eagerly after all; of the target in plain decoding."""
 
 
 class TargetFound(Document):
@@ -137,19 +106,48 @@ class TargetFound(Document):
     steps: tuple[StepTimes, ...]
     """By mode."""
     mode: str = EAGER
-    """The one that ``auto`` chooses for a search with these drafts."""
+    """The one that ``auto`` chooses."""
     captured_steps: CapturedSteps | None = None
     """None where nothing can be captured."""
     why_masks: str | None = None
     """Reason for which attention of captured steps has masks; None where Triton kernels run it, or nothing can be
     captured.
     """
-    trials: tuple[DecodingTrial, ...] = ()
-    """Plain decoding in each mode, then each draft in each mode; empty without drafts."""
 
     def step_gb_per_second(self, times: StepTimes) -> float:
         """Rate at which a plain step reads weights, keys and values."""
         return (self.weight_bytes + times.kv_length * self.kv_bytes_per_token) / (times.plain_ms * 1e6)
+
+    def tables(self) -> list[Table]:
+        """Kernels of attention, and times of forward passes."""
+        shapes = [
+            [
+                use.forward,
+                use.backend,
+                " x ".join(map(str, use.query)),
+                " x ".join(map(str, use.key)),
+                "yes" if use.has_mask else "no",
+                str(use.num_layers),
+            ]
+            for use in self.attention
+        ]
+        sizes = sorted({tokens for times in self.steps for tokens in times.verify_ms})
+        passes = [
+            [
+                times.mode,
+                number(times.plain_ms),
+                number(self.step_gb_per_second(times), 1),
+                *(number(times.verify_ms[tokens] / times.plain_ms) for tokens in sizes),
+                "-" if times.prepare_s is None else f"{times.prepare_s:.1f} s, {gib(times.prepared_bytes)}",
+            ]
+            for times in self.steps
+        ]
+        columns = ["mode", "plain step, ms", "GB/s", *(f"{tokens} tokens" for tokens in sizes), "capturing"]
+        title = f"Forward passes of {self.model.id}, {self.precision}; verifications in plain steps"
+        return [
+            Table("Attention", ["forward pass", "kernel", "queries", "keys", "mask", "layers"], shapes),
+            Table(title, columns, passes),
+        ]
 
 
 class Diagnosis(Document, kind="diagnosis", made_by="autotune doctor"):
@@ -173,3 +171,38 @@ class Diagnosis(Document, kind="diagnosis", made_by="autotune doctor"):
     @property
     def examined(self) -> DeviceFound:
         return next(device for device in self.devices if device.device == self.device)
+
+    def tables(self) -> list[Table]:
+        """The devices of this machine, those that a search can be told by ``--gpu``, and figures of the target."""
+        here = [
+            [
+                device.device,
+                device.fingerprint.name,
+                device.fingerprint.model,
+                device.fingerprint.driver or "-",
+                f"{gib(device.free_bytes)} of {gib(device.fingerprint.memory_bytes)}",
+                number(device.datasheet_gb_per_second, 0),
+                number(self.copy_gb_per_second, 1) if device == self.examined else "-",
+            ]
+            for device in self.devices
+        ]
+        shipped = {
+            name: ", ".join(path.name.removesuffix(".cost.json") for path in paths)
+            for name, paths in shipped_tables().items()
+        }
+        limits = {name: find_limits(name) for name in sorted({*datasheets(), *shipped})}
+        others = [
+            [
+                name,
+                known.model if known else "-",
+                number(known.memory_gb_per_second if known else None, 0),
+                shipped.get(name, "datasheet"),
+            ]
+            for name, known in limits.items()
+        ]
+        columns = ["device", "name", "model", "driver", "free memory", "datasheet, GB/s", "copy, GB/s"]
+        return [
+            Table("Devices", columns, here),
+            Table("Other devices (--gpu NAME)", ["name", "model", "GB/s", "prices from"], others),
+            *(self.target.tables() if self.target else []),
+        ]

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from autotune.console import Console
 from autotune.cost.roofline import find_limits
 from autotune.doctor.diagnosis import DeviceFound, Diagnosis
 from autotune.doctor.findings import findings
 from autotune.doctor.target import examine_target
-from autotune.documents.execution import EAGER
 from autotune.documents.provenance import stamp
-from autotune.drafters.checkpoint import LoadedDraft, load_draft
 from autotune.machine.contention_monitor import ContentionMonitor
 from autotune.machine.device import choose_device, fingerprint, free_memory, gpu_fault, local_devices
 from autotune.measuring.bandwidth import copy_gb_per_second
 from autotune.modeling.loading import Dtype, load_model, load_processor, reference
 from autotune.modeling.target import Target
-from autotune.runtime.decoder import Decoder
 from autotune.workloads.formats import Format
 from autotune.workloads.workload import load_workload
 
@@ -28,7 +23,6 @@ def examine(
     target: str | None,
     workload: str,
     console: Console,
-    drafts: Sequence[str] = (),
     *,
     device: str,
     dtype: Dtype | None = None,
@@ -36,21 +30,18 @@ def examine(
     random_weights: bool,
     workload_format: Format | None,
 ) -> Diagnosis:
-    """Examine the machine and, if one is named, a target and drafts for it.
+    """Examine the machine and, if one is named, a target.
 
     Args:
         workload: whose first prompts are answered; those with images are left out for a text model.
-        drafts: decode these prompts, next to plain decoding, in every mode.
         device: ``auto``, ``cpu`` or ``cuda:N``.
         dtype: of the target, as of ``load_model``.
         num_tokens: of each answer.
         workload_format: of the workload's file; None finds it out.
 
     Raises:
-        UserError: a model cannot be loaded, or a draft does not fit the target.
+        UserError: the target cannot be loaded.
     """
-    # First, so that a wrong name is told at once.
-    draft_ids = [reference(name, weights=not random_weights).id for name in drafts]
     fault = gpu_fault() if device == "auto" else None
     chosen = "cpu" if fault else choose_device(device)
     chosen = "cuda:0" if chosen == "cuda" else chosen
@@ -59,27 +50,16 @@ def examine(
         rate = copy_gb_per_second(chosen)
     found_target = None
     if target is not None:
-        with console.stage("loading the models"):
+        with console.stage("loading the target"):
             loaded = Target(
                 load_model(target, device=chosen, dtype=dtype, random_weights=random_weights, console=console)
             )
             processor = load_processor(target, or_bundled=random_weights)
-            loaded_drafts: dict[str, LoadedDraft] = {}
-            for id, name in zip(draft_ids, drafts, strict=True):
-                loaded_drafts[id] = load_draft(name, loaded, random_weights=random_weights)
-                Decoder(loaded, loaded_drafts[id], mode=EAGER, processor=processor)  # checks that they fit
             limit = NUM_PROMPTS if hasattr(processor, "image_processor") else None
             prompts = load_workload(workload, "tune", num_prompts=limit, format=workload_format).first_turns()
             prompts = prompts.readable_by(processor).cut(NUM_PROMPTS, num_tokens)
-        found_target = examine_target(
-            loaded,
-            reference(target, weights=not random_weights),
-            prompts,
-            processor,
-            loaded_drafts,
-            console,
-            num_tokens=num_tokens,
-        )
+        model = reference(target, weights=not random_weights)
+        found_target = examine_target(loaded, model, prompts, processor, console, num_tokens=num_tokens)
     contention = monitor.contention()
     diagnosis = Diagnosis(
         provenance=stamp(contention),

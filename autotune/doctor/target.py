@@ -4,7 +4,7 @@ passes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,9 @@ import torch
 from autotune.console import Console
 from autotune.doctor.attention import attention_uses
 from autotune.doctor.diagnosis import NearTies, StepTimes, TargetFound, TreeCheck
-from autotune.doctor.trials import try_drafts
 from autotune.documents.execution import AUTO, CUDA_GRAPH, EAGER, capture_sizes_for
 from autotune.documents.provenance import ModelReference
-from autotune.drafters.checkpoint import LoadedDraft, load_draft
+from autotune.drafters.checkpoint import load_draft
 from autotune.evaluation.perplexity import answer_logits
 from autotune.machine.device import multiplies_bfloat16
 from autotune.measuring.jobs import plain_steps_ms
@@ -36,28 +35,19 @@ VERIFIED_TOKENS = (2, 4, 8, 16, 32, 64)
 REPEATS = 9
 TIME_LIMIT_MS = 20_000.0  # no repetition begins after it, except the first
 ATTENTION_TOKENS = 32  # of the verification whose attention is observed
-MAX_EXAMPLES = 3
 
 
 @torch.inference_mode()
 def examine_target(
-    target: Target,
-    reference: ModelReference,
-    workload: Workload,
-    processor: Any,
-    drafts: Mapping[str, LoadedDraft],
-    console: Console,
-    *,
-    num_tokens: int,
+    target: Target, reference: ModelReference, workload: Workload, processor: Any, console: Console, *, num_tokens: int
 ) -> TargetFound:
-    """Examine a loaded target, and drafts for it.
+    """Examine a loaded target.
 
     Args:
         workload: prompts that are answered.
-        drafts: by id.
         num_tokens: length of the plain answers whose logits are compared.
     """
-    mode = decoding_mode(AUTO, target, drafts.values())
+    mode = decoding_mode(AUTO, target, ())
     modes = (EAGER,) if target.captured_steps is None else (EAGER, CUDA_GRAPH)
     difference, noise = compare_tree_decoding(target)
     allowed = allowed_difference(target, noise)
@@ -65,7 +55,7 @@ def examine_target(
     (prompt,) = target.encode(inputs[0]).prompts
     shape = target.shape
     with console.stage("attention and forward passes"):
-        found = TargetFound(
+        return TargetFound(
             model=reference,
             model_type=target.text.config.model_type,
             is_tested=target.text.is_tested,
@@ -74,15 +64,13 @@ def examine_target(
             weight_bytes=round(shape.text_parameters * shape.bytes_per_parameter),
             kv_bytes_per_token=shape.kv_bytes_per_token,
             attention=attention_uses(target, prompt, ATTENTION_TOKENS),
-            tree_check=TreeCheck(difference=difference, noise=noise, allowed=allowed),
+            tree_check=TreeCheck(difference=difference, allowed=allowed),
             near_ties=audit_near_ties(target, inputs, num_tokens, allowed=allowed),
             mode=mode,
             captured_steps=target.captured_steps,
             why_masks=None if target.captured_steps is None else why_masks(target),
             steps=tuple(time_steps(target, mode, len(prompt) + num_tokens) for mode in modes),
         )
-    trials = try_drafts(target, drafts, processor, workload, modes, console) if drafts else ()
-    return found.model_copy(update={"trials": trials})
 
 
 def why_masks(target: Target) -> str | None:
@@ -107,14 +95,13 @@ def audit_near_ties(target: Target, inputs: Sequence[dict[str, Any]], num_tokens
         audits.append((alone[1:].float(), answer_logits(target, prompt, tokens)[1:].float()))
     alone, together = (torch.cat(logits) for logits in zip(*audits, strict=True))
     allowed_noise = allowed * float(alone.std())
-    num_flips = flips(alone, together, allowed_noise)
+    found = flips(alone, together, allowed_noise)
     return NearTies(
         num_tokens=len(alone),
-        num_flips=len(num_flips),
-        num_unexplained=sum(not flip.is_near_tie for flip in num_flips),
+        num_flips=len(found),
+        num_unexplained=sum(not flip.is_near_tie for flip in found),
         noise=largest_difference(alone, together),
-        allowed_noise=allowed_noise,
-        examples=tuple(map(str, sorted(num_flips, key=lambda flip: flip.is_near_tie)[:MAX_EXAMPLES])),
+        example=str(min(found, key=lambda flip: flip.is_near_tie)) if found else "",
     )
 
 
@@ -150,6 +137,5 @@ def time_steps(target: Target, mode: str, kv_length: int) -> StepTimes:
         verify_ms={tokens: float(np.median(times)) for tokens, times in verify.items()},
         prepare_s=None if graphs is None else prepared_s,
         prepared_bytes=max(0, memory.memory_bytes - before),
-        num_prepared=0 if graphs is None else len(graphs),
         why_eager=None if graphs is None else graphs.why_eager,
     )

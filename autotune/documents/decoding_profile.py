@@ -8,10 +8,11 @@ from typing import Any
 from pydantic import Field, JsonValue, model_validator
 
 from autotune.documents.decoded import Decoded
-from autotune.documents.deployment import RUNTIME, BackendResult, Deployment, EngineEvidence
+from autotune.documents.deployment import RUNTIME, BackendResult, Deployment, EngineEvidence, backends_table
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance, beside
 from autotune.documents.subnet import Subnet
+from autotune.documents.table import Table, number, times, with_interval
 from autotune.files import Document, content_key
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import Policy, parse_policy
@@ -19,6 +20,8 @@ from autotune.trees.verification import LosslessVerification, Verification
 
 AR, HF, TUNED = "ar", "hf", "tuned"
 """Names of arms: plain decoding, Hugging Face's ``generate``, and the profile itself."""
+ARM_NOTES = {AR: "plain decoding", HF: "Hugging Face's generate", "M": "mean number of tokens of a round"}
+"""Explanations below tables of arms."""
 
 
 class DraftChoice(Document):
@@ -162,6 +165,51 @@ class Evidence(Document):
     backends: list[BackendResult] = Field(default_factory=list)
     """The race between backends; empty where one was tuned alone."""
 
+    def tables(self, decoding: str) -> list[Table]:
+        """Arms, gains by task, shrinkage and backends; ``decoding`` is the name of the arm that the profile is."""
+        names = [arm.name for arm in self.compared]
+        arms = [
+            [
+                arm.name,
+                times(arm.predicted_speedup),
+                with_interval(arm.speedup, arm.ci95),
+                number(arm.tokens_per_round),
+                number(arm.tokens_per_second, 0),
+                str(arm.num_prompts),
+            ]
+            for arm in self.compared
+        ]
+        overs = list(dict.fromkeys(gain.over for gain in self.gains))
+        gains = {(gain.task, gain.over): with_interval(gain.speedup, gain.ci95) for gain in self.gains}
+        tasks = list(dict.fromkeys(gain.task for gain in self.gains))
+        shrinkage = [
+            ["tuning prompts that chose the tree", times(self.shrinkage.predicted_on_choosing), "-"],
+            [
+                "other tuning prompts",
+                times(self.shrinkage.predicted_on_confirming),
+                times(self.shrinkage.measured_on_confirming),
+            ],
+            ["held-out prompts", "-", times(self.shrinkage.measured_on_held_out)],
+        ] if self.shrinkage else []  # fmt: skip
+        return [
+            Table(
+                f"Evaluation on {len(self.prompts)} held-out prompts: speedup over plain decoding, with 95 % intervals",
+                ["arm", "predicted", "measured", "M", "tokens/s", "prompts"],
+                arms,
+                emphasised=names.index(decoding) if decoding in names else None,
+                labels={name: note for name, note in ARM_NOTES.items() if name in [*names, "M"]}
+                | {decoding: "this profile"},
+            ),
+            Table(
+                "What tuning gained on held-out prompts, with 95 % intervals",
+                ["task", *(f"over {ARM_NOTES.get(over, over)}" for over in overs)],
+                [[task, *(gains.get((task, over), "-") for over in overs)] for task in tasks],
+                emphasised=tasks.index(ALL) if ALL in tasks else None,
+            ),
+            Table("The tuned configuration on other prompts", ["prompts", "predicted", "measured"], shrinkage),
+            backends_table(self.backends),
+        ]
+
 
 class WorkloadReference(Document):
     """The prompts of tuning and evaluation."""
@@ -229,6 +277,13 @@ class DecodingProfile(Document, kind="decoding-profile", version=2, made_by="aut
     def dtype(self) -> str:
         """Data type in which the target is loaded; how its weights are quantized follows it in ``precision``."""
         return self.precision.partition(",")[0]
+
+    def tables(self) -> list[Table]:
+        """The evaluation on held-out prompts, what tuning gained by task, how predictions shrank, and the race between
+        backends; those that the profile has.
+        """
+        decoding = AR if self.point.label == "off" else TUNED
+        return [table for table in self.evidence.tables(decoding) if table.rows]
 
     def located(self, source: Path) -> DecodingProfile:
         """The profile with paths in place of the names of models that lie beside its file, ``source``."""

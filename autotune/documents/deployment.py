@@ -4,10 +4,14 @@ Loads no torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from statistics import median
+
 from pydantic import Field
 
 from autotune.documents.provenance import ModelReference
 from autotune.documents.speculation import Milliseconds, Speculation
+from autotune.documents.table import Table, number, percent, times, with_interval
 from autotune.files import Document
 
 RUNTIME = "runtime"
@@ -90,6 +94,56 @@ class EngineEvidence(Document):
     loads: list[ServedLoad] = Field(default_factory=list)
     """Empty unless ``--requests-at-once`` asked for them."""
 
+    def tables(self) -> list[Table]:
+        """Replayed settings, prices of forward passes, and requests at once."""
+        settings = [
+            [
+                settings.label + (", default" if settings.is_default else ""),
+                settings.type,
+                str(self.num_replayed.get(settings.type, 0)),
+                with_interval(settings.speedup, settings.ci95),
+            ]
+            for settings in self.predicted
+        ]
+        prices = [
+            [
+                str(step.tokens),
+                f"{step.context} tokens",
+                number(median(step.wall_ms), 1),
+                number(median(step.cpu_ms), 1),
+            ]
+            for step in sorted(self.prices, key=lambda step: (step.context, step.tokens))
+        ]
+        factors = {name: f"{number(factor)} times as long in served requests" for name, factor in self.factors.items()}
+        return [
+            Table(
+                "The fastest three replayed settings of each type, and its default",
+                ["settings", "type", "replayed", "predicted"],
+                settings,
+                labels={name: f"left out, {reason}" for name, reason in self.left_out.items()},
+            ),
+            Table("Prices of forward passes", ["tokens", "after", "wall, ms", "CPU, ms"], prices, labels=factors),
+            loads_table(self.loads),
+        ]
+
+
+def loads_table(loads: Sequence[ServedLoad]) -> Table:
+    """Configurations that served several requests at a time, of which the first is without speculation."""
+    rates = [load.tokens / load.seconds for load in loads]
+    rows = [
+        [
+            load.label,
+            f"{load.requests_at_once}",
+            f"{rate:.1f}",
+            times(rate / rates[0]),
+            *("{:.0f}, {:.0f}".format(*ms) for ms in (load.first_token_ms, load.token_ms)),
+            f"{load.identical}/{load.requests}",
+        ]
+        for load, rate in zip(loads, rates, strict=True)
+    ]
+    columns = ["settings", "at once", "tokens/s", "of off", "first token, ms", "output token, ms", "plain's answer"]
+    return Table("Requests at once: median and 95th percentile of requests, prompts read in their time", columns, rows)
+
 
 class BackendResult(Document):
     """A backend's best configuration in the race between backends, on held-out prompts."""
@@ -117,3 +171,31 @@ class BackendResult(Document):
     """Whether it competed for the deployment and was significantly slower than the deployed one."""
     failure: str = ""
     """Why the backend is not in the race; empty for one that was. Its figures are 0 then."""
+
+
+def backends_table(backends: Sequence[BackendResult]) -> Table:
+    """The race between backends, with the reason for which one was not in it."""
+    rows = [
+        [
+            result.backend,
+            f"{result.model.id}, {result.precision}" + ("" if result.has_own_weights else ", another model"),
+            *(
+                [result.failure, "-", "-", "-"]
+                if result.failure
+                else [
+                    result.label,
+                    number(result.seconds, 1),
+                    with_interval(result.speedup, result.ci95),
+                    percent(result.agreement),
+                ]
+            ),
+        ]
+        for result in backends
+    ]
+    deployed = [place for place, result in enumerate(backends) if result.is_deployed]
+    return Table(
+        f"Backends on {max((result.num_prompts for result in backends), default=0)} held-out prompts",
+        ["backend", "model", "configuration", "seconds", "speedup", "agreement"],
+        rows,
+        emphasised=deployed[0] if deployed else None,
+    )

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 from collections.abc import Mapping
 from dataclasses import asdict
+from statistics import geometric_mean
 from typing import Any
 
 from autotune.console import Console
-from autotune.documents.decoded import Decoded, time_shares
+from autotune.documents.decoded import Decoded, length_bands, time_shares
 from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile
 from autotune.documents.deployment import RUNTIME
 from autotune.documents.provenance import stamp
+from autotune.documents.table import Table
 from autotune.errors import UserError
 from autotune.evaluation.bench_settings import BenchArms
 from autotune.evaluation.bench_tables import (
+    arms_table,
     benchmark_results,
-    gain_by_length,
-    geomeans,
+    gains_by,
+    gains_table,
     is_lossy_arm,
     pool_counts,
-    print_arms,
-    print_benchmark,
-    print_lengths,
-    print_tasks,
-    speedups_by_task,
 )
 from autotune.evaluation.race import Everyone, race
 from autotune.evaluation.runner import SLOW_FORWARD, SLOW_PREFILL, ArmRunner
@@ -85,7 +83,8 @@ def run_bench(
     if profile.backend != RUNTIME:
         runs = {name: [run.in_passes for run in of_arm] for name, of_arm in runs.items()}
     results = BenchResults(runs, prompts, seed)
-    results.print(console)
+    for table in results.tables():
+        console.show(table)
     return {
         "provenance": stamp(contention).model_dump(mode="json"),
         "hardware": fingerprint(device).model_dump(mode="json"),
@@ -107,34 +106,44 @@ class BenchResults:
         """``runs`` by arm are of these prompts in their order, and include plain decoding; ``seed``: of bootstrap
         intervals. Tasks are those of the prompts: not every arm repeats them.
         """
-        tasks = [{"task": prompt.settings.task} for prompt in prompts.prompts]
+        tasks = [prompt.settings.task for prompt in prompts.prompts]
         self.format = prompts.format
         self.runs = {
-            name: [run.model_copy(update=task) for run, task in zip(of_arm, tasks, strict=True)]
+            name: [run.model_copy(update={"task": task}) for run, task in zip(of_arm, tasks, strict=True)]
             for name, of_arm in runs.items()
         }
         self.summaries = [summarize(name, of_arm, runs[AR], seed=seed) for name, of_arm in runs.items()]
-        self.by_task, self.by_length = speedups_by_task(self.runs), gain_by_length(self.runs)
+        self.by_task = gains_by("task", tasks, self.runs)
+        lengths = length_bands([run.new_tokens for run in runs[AR]])
+        by_length = gains_by("length", list(lengths), self.runs)
+        self.by_length = sorted(by_length, key=lambda row: list(lengths.categories).index(row["length"]))
         self.benchmark = benchmark_results(self.runs, prompts.prompts)
         self.time_shares = {name: shares for name, of_arm in runs.items() if (shares := time_shares(of_arm))}
         self.counts = {name: pool_counts(of_arm) for name, of_arm in runs.items()}
 
-    def print(self, console: Console) -> None:
-        """Print the tables."""
-        print_arms(self.summaries, console)
-        print_tasks(self.by_task, console)
-        if self.format != OWN:
-            print_benchmark(self.format, self.benchmark, console)
-        print_lengths(self.by_length, console)
+    def tables(self) -> list[Table]:
+        """Arms, and their speedups by task and by the length of the answers of plain decoding, if there are several."""
+        title = "{}: speedup over ar, prefill included, and mean accepted tokens"
+        tables = [
+            arms_table(self.summaries),
+            gains_table("Speedup over ar and M by task", self.by_task, "task", "tokens_per_round"),
+            gains_table(title.format(self.format), self.benchmark, "task", "mean_accepted_tokens"),
+            gains_table("Speedup over ar and M by tokens of ar's answer", self.by_length, "length", "tokens_per_round"),
+        ]
+        is_shown = (True, True, self.format != OWN, len({row["length"] for row in self.by_length}) > 1)
+        return list(itertools.compress(tables, is_shown))
 
     def to_json(self) -> dict[str, Any]:
+        by_task: dict[str, dict[str, float]] = {name: {} for name in self.runs}
+        for row in self.by_task:
+            by_task[row["arm"]][row["task"]] = row["speedup"]
         return {
             "arms": [asdict(summary) for summary in self.summaries],
             "lossy_arms": [summary.name for summary in self.summaries if is_lossy_arm(summary.name)],
-            "speedup_by_task": self.by_task.astype(object).where(self.by_task.notna(), None).to_dict("index"),
-            "speedup_geomean": geomeans(self.by_task).to_dict(),
-            "benchmark_results": json.loads(self.benchmark.to_json(orient="records")),
-            "by_length": json.loads(self.by_length.to_json(orient="records")),
+            "speedup_by_task": by_task,
+            "speedup_geomean": {arm: geometric_mean(speedups.values()) for arm, speedups in by_task.items()},
+            "benchmark_results": self.benchmark,
+            "by_length": self.by_length,
             "time_shares": self.time_shares,
             "acceptance_counts": {name: count.to_json() for name, count in self.counts.items() if not count.is_empty},
             "runs": {

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from autotune.replay.reference_replay import ReplayedRound
 from autotune.report.prompts import TokenTexts
 from autotune.report.sources import Sources
-from autotune.report.tree_drawing import draw_tree
 from autotune.trees.tree import ROOT
 from autotune.workloads.pixels import png_url
 from autotune.workloads.prompt import WorkloadPrompt
@@ -21,21 +20,15 @@ MAX_PIXELS = 448  # of an image's longer side
 MAX_IMAGES = 4
 
 
-@dataclass(frozen=True)
-class AnswerPart:
-    accepted: str
-    own: str
-    """The target's own token; empty if the answer ended before it."""
-    is_drawn: bool
+@dataclass
+class TreeNode:
+    """A drafted token; children are in the order in which the tree has them."""
 
-
-def answer_parts(replayed: Sequence[ReplayedRound], texts: Sequence[str], drawn: int) -> list[AnswerPart]:
-    """The answer by rounds. ``texts`` are the texts of its tokens, the first of which the prefill emitted."""
-    parts = []
-    for number, emitted in enumerate(replayed):
-        begin, end = emitted.position + 1, emitted.position + 1 + len(emitted.path)
-        parts.append(AnswerPart("".join(texts[begin:end]), "".join(texts[end : end + 1]), number == drawn))
-    return parts
+    text: str
+    share: float
+    """The draft's probability after the parent."""
+    is_accepted: bool
+    children: list[TreeNode] = field(default_factory=list)
 
 
 def round_to_draw(replayed: Sequence[ReplayedRound]) -> int:
@@ -67,28 +60,28 @@ class DecodedExample:
         found = prompts.get(self.prompt)
         self.question = None if found is None else found.settings.text
         self.images = [] if found is None else [data_uri(image) for image in found.pictures[:MAX_IMAGES]]
-        self.first_text = texts[0]  # emitted by the prefill
-        self.answer = answer_parts(decoded, texts, drawn)
-        self.num_rounds = len(decoded)
+        self.texts, self.rounds = texts, decoded  # the first token is of the prefill
         self.tokens_per_round = (len(answer) - 1) / len(decoded)
         self.drawn, self.shown = drawn + 1, decoded[drawn]
-        self.svg = "" if self.shown.tree is None else _svg(self.shown, answer, texts, tokens)
+        self.root = _nodes(self.shown, texts, answer, tokens)
 
 
-def _svg(shown: ReplayedRound, answer: list[int], texts: list[str], tokens: TokenTexts) -> str:
-    """The tree of a round; the text of a node depends on its ancestors."""
+def _nodes(shown: ReplayedRound, texts: list[str], answer: list[int], tokens: TokenTexts) -> TreeNode | None:
+    """The root of a round's tree; None for a plain step. The text of a node depends on its ancestors."""
     tree = shown.tree
-    assert tree is not None
+    if tree is None:
+        return None
+    accepted = set(shown.path.tolist())
+    nodes = [TreeNode(texts[shown.position], 1.0, True)]
     prefixes = [answer[: shown.position + 1]]  # of each node, with its own token
-    node_texts = [texts[shown.position]]
     for node in range(ROOT + 1, int(tree.size[0])):
-        prefix, token = prefixes[tree.parent[node]], int(tree.token[node])
-        node_texts.append(tokens.text(prefix, token))
-        prefixes.append([*prefix, token])
-    end = shown.position + len(shown.path) + 1
-    accepted = ", ".join(repr(node_texts[node]) for node in shown.path) or "none"
-    label = f"Tree of {shown.num_nodes} drafted tokens; accepted: {accepted}"
-    return draw_tree(tree, shown.path.tolist(), node_texts, texts[end] if end < len(texts) else None, label)
+        parent, token = int(tree.parent[node]), int(tree.token[node])
+        before = tree.path_probability[parent]  # 0 of retrieved tokens
+        share = float(tree.path_probability[node] / before) if before > 0 else 0.0
+        nodes.append(TreeNode(tokens.text(prefixes[parent], token), share, node in accepted))
+        prefixes.append([*prefixes[parent], token])
+        nodes[parent].children.append(nodes[node])
+    return nodes[ROOT]
 
 
 def decoded_example(sources: Sources, prompts: dict[str, WorkloadPrompt], tokens: TokenTexts) -> DecodedExample | None:
@@ -98,6 +91,11 @@ def decoded_example(sources: Sources, prompts: dict[str, WorkloadPrompt], tokens
     ordered = sorted(range(len(trace.header.prompts)), key=lambda prompt: trace.num_visual_tokens[prompt] == 0)
     prompt = next((prompt for prompt in ordered if sources.rounds_of(prompt)), None)
     return None if prompt is None else DecodedExample(sources, prompt, prompts, tokens)
+
+
+def visible(text: str) -> str:
+    """A token's text with visible white space: ``·`` a space, ``⏎`` a line break."""
+    return text.replace(" ", "·").replace("\n", "⏎").replace("\t", "⇥") or "∅"
 
 
 def data_uri(image: Image) -> str:

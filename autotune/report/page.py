@@ -1,45 +1,24 @@
 """``autotune report``: one HTML page that explains a decoding profile by the documents of its search. It opens offline:
-style, plots and images are inline, and there is no script.
+style and images are inline, and there is no script.
 """
 
 from __future__ import annotations
 
-import datetime
-import statistics
-from collections.abc import Callable
+import shlex
 from pathlib import Path
-from typing import Any
 
-from autotune.console import Console, percent
+from autotune.console import Console
+from autotune.documents.answer import answer_of
+from autotune.documents.provenance import stamp
 from autotune.files import write_bytes
-from autotune.report.content import Content
-from autotune.report.plots import all_plots
-from autotune.report.points import heads_label
-from autotune.report.sources import find_sources
+from autotune.report.examples import decoded_example, visible
+from autotune.report.prompts import TokenTexts, find_prompts
+from autotune.report.sections import sections_of
+from autotune.report.sources import Sources, find_sources
+from autotune.report.tables import decoding_table, provenance_tables
 from autotune.study.outputs import require_replaceable
 
-FOLDER = Path(__file__).parent
-CONSTANTS = {
-    "FEW_PROMPTS": 8,  # a bootstrap interval from fewer prompts says little about others
-    "TOKEN_COUNTS": (1, 4, 8, 16, 32, 64),
-}
-
-
-def _or_dash(format: Callable[..., str]) -> Callable[..., str]:
-    """The format, with a dash for a missing value."""
-    return lambda value, *options: "-" if value is None else format(value, *options)
-
-
-FILTERS: dict[str, Callable[..., Any]] = {
-    "times": _or_dash("{:.2f}x".format),
-    "interval": _or_dash(lambda ends: f"{ends[0]:.2f} to {ends[1]:.2f}"),
-    "number": _or_dash(lambda value, digits=2: f"{value:,.{digits}f}"),
-    "percent": percent,
-    "signed": _or_dash(lambda share: f"{100 * share:+.1f} %"),
-    "minute": lambda created: f"{datetime.datetime.fromisoformat(created):%Y-%m-%d %H:%M %Z}",
-    "heads": heads_label,
-    "median": statistics.median,
-}
+FEW_PROMPTS = 8  # a bootstrap interval from fewer prompts says little about others
 
 
 def write_report(
@@ -59,21 +38,48 @@ def write_report(
         console.say(
             f"{given}: no study found next to it; the page shows the profile alone (give the study with --study)"
         )
-    page = render(Content(sources, workload=workload)).encode()
+    page = render(sources, workload=workload).encode()
     write_bytes(output, page)
     console.say(f"report written to {output} ({len(page) / 1e6:.1f} MB)")
 
 
-def render(content: Content) -> str:
+def render(sources: Sources, *, workload: str | None = None) -> str:
     """The page as HTML. Names and texts of models, prompts and devices are untrusted: all of them are escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
 
-    drawn = all_plots(content)
-    if content.example is not None and content.example.svg:
-        drawn["tree"] = content.example.svg
-    plots = {name: Markup(svg) for name, svg in drawn.items()}  # our own SVG, whose texts are escaped
-    templates = Environment(loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined)
+    profile, path, study = sources.profile, sources.profile_path, sources.study
+    tokens = TokenTexts(sources.target.id if sources.target else "")
+    example = decoded_example(sources, find_prompts(sources, workload), tokens)
+    templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined)
     templates.trim_blocks = templates.lstrip_blocks = True
-    templates.filters |= FILTERS
-    return templates.get_template("page.html").render(vars(content) | CONSTANTS | {"plots": plots})
+    templates.filters["visible"] = visible
+    commands = [study.command] if study else []
+    if path is not None:
+        commands += [shlex.join(["autotune", verb, str(path)]) for verb in ("run", "serve", "bench", "check", "report")]
+    return templates.get_template("page.html").render(
+        sources=sources,
+        profile=profile,
+        notes=[*sources.notes, *_notes(sources)],
+        answer=answer_of(profile, path) if profile and path else [],
+        is_estimated=sources.table.estimated if sources.table else False,
+        decoding=decoding_table(profile) if profile else None,
+        sections=sections_of(sources, example),
+        has_tokenizer=tokens.has_tokenizer,
+        provenance=provenance_tables(sources),
+        commands=commands,
+        made=stamp(),
+    )
+
+
+def _notes(sources: Sources) -> list[str]:
+    """What a reader of the figures needs to know before them."""
+    if sources.profile is None:
+        return ["The study has no profile, because its search has not finished. The same command resumes it."]
+    evidence, measured = sources.profile.evidence, sources.profile.point.measured
+    notes = [f"Recorded answers: {evidence.degenerate}."] if evidence.degenerate else []
+    if measured is not None and measured.num_prompts < FEW_PROMPTS:
+        text = (
+            f"Measured on {measured.num_prompts} prompts only: the interval describes these and may not cover others."
+        )
+        notes.append(text)
+    return notes

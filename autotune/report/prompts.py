@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +19,21 @@ def find_prompts(sources: Sources, workload: str | None) -> dict[str, WorkloadPr
     Raises:
         UserError: the workload that the user gave cannot be read, or is not the recorded one.
     """
-    if not sources.traces:
+    if not sources.traces or sources.study is None or sources.folder is None:
         return {}
-    header = sources.traces[0].header
-    names = [workload] if workload else [header.workload, *([sources.study.workload] if sources.study else [])]
-    if workload is None and sources.folder is not None:  # relative to the folder of .autotune, where the search ran
-        names += [str(sources.folder.resolve().parents[1] / name) for name in names]
-    for name in names:
-        try:
-            same_name = load_workload(name, "tune", num_prompts=len(header.prompts))
-        except UserError:
+    header, name = sources.traces[0].header, workload or sources.study.workload
+    in_home = str(sources.folder.resolve().parents[1] / name)  # the folder of .autotune, where the search ran
+    for path in (name, in_home):
+        with nullcontext() if workload else suppress(UserError):
+            loaded = load_workload(path, "tune", num_prompts=len(header.prompts))
+            searched = loaded if sources.profile is None else loaded.as_searched(sources.profile.workload)
+            for candidate in (loaded, searched):
+                if candidate.sha256 == header.workload_sha256:
+                    return {prompt.name: prompt for prompt in candidate.prompts}
             if workload is not None:
-                raise
-            continue
-        searched = same_name if sources.profile is None else same_name.as_searched(sources.profile.workload)
-        for candidate in (same_name, searched):
-            if candidate.sha256 == header.workload_sha256:
-                return {prompt.name: prompt for prompt in candidate.prompts}
-    if workload is not None:
-        raise UserError(
-            f"--workload {workload}: its tuning prompts differ from the recorded ones; give the workload of the search"
-        )
+                raise UserError(
+                    f"--workload {workload}: its prompts differ from the recorded ones; give the search's own"
+                )
     return {}
 
 

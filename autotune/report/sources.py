@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from autotune.cost.table import CostTable
+from autotune.documents.configuration import configuration_of
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.deployment import RUNTIME
+from autotune.documents.fingerprint import Fingerprint
+from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
 from autotune.files import WORKSPACE, read_lines
-from autotune.replay.evaluator import Candidate, Evaluator
+from autotune.replay.evaluator import Candidate
 from autotune.replay.reference_replay import ReplayedRound, rounds
 from autotune.replay.trace import Trace, load_trace
 from autotune.study.document import StudyDocument, files_by_age, load_study, newest_profile
 from autotune.study.folder import find_study
 from autotune.study.ledger import Ledger, Record
 from autotune.study.records import ScreenedSubnet, screened_in
-from autotune.study.storage import LEDGER, RUNS, STUDY, study_folder
+from autotune.study.storage import LEDGER, RUNS, study_folder
 
 
 @dataclass(frozen=True)
@@ -39,30 +41,43 @@ class Sources:
     runs: list[Record] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    @functools.cached_property
-    def evaluator(self) -> Evaluator | None:
-        """Replays configurations; None without traces whose drafts the cost table prices."""
-        if self.table is None:
-            return None
-        priced = [t for t in self.traces if t.num_tokens and self.table.holds(t.header.draft, t.header.subnet)]
-        return Evaluator(priced, self.table) if priced else None
-
     @property
     def is_of_engine(self) -> bool:
         """Whether an engine decodes, whose evidence is all in the profile."""
         return self.profile is not None and self.profile.backend != RUNTIME
 
-    @functools.cached_property
-    def kinds(self) -> dict[str, str]:
-        """Kinds of the known drafts by id: ``star``, ``independent``, ..."""
-        draft = self.profile.point.draft if self.profile else None
-        chosen = {} if draft is None else {draft.id: draft.kind}
-        return chosen | {entry.reference.id: entry.kind for entry in (self.study.drafts if self.study else [])}
+    @property
+    def target(self) -> ModelReference | None:
+        document = self.profile or self.study or self.table
+        return None if document is None else document.target
+
+    @property
+    def hardware(self) -> Fingerprint | None:
+        document = self.profile or self.study
+        return document.hardware if document else self.table.device if self.table else None
 
     @functools.cached_property
-    def drafts(self) -> list[str]:
-        """Ids of the drafts, in the order in which the user named them."""
-        return [] if self.study is None else [entry.reference.id for entry in self.study.drafts]
+    def drafts(self) -> list[tuple[ModelReference, str]]:
+        """Each draft of the search, in the order in which the user named them, or of the profile, with its kind."""
+        if self.study is not None:
+            return [(entry.reference, entry.kind) for entry in self.study.drafts]
+        draft = self.profile.point.draft if self.profile else None
+        return [] if draft is None else [(ModelReference(id=draft.id, sha256=draft.sha256), draft.kind)]
+
+    @functools.cached_property
+    def evidence_runs(self) -> list[Record]:
+        """The runs on held-out prompts that are the profile's evidence."""
+        configuration = configuration_of(self.profile.point) if self.profile else None
+        if self.profile is None or configuration is None:
+            return []
+        evidence_ms = {prompt.prompt_sha256: prompt.decode_ms for prompt in self.profile.evidence.prompts}
+        runs = {
+            run["prompt_sha256"]: run
+            for run in self.runs
+            if run.get("arm") == configuration.key
+            and evidence_ms.get(run.get("prompt_sha256", "")) == run["decode_ms"]  # identifies the very run
+        }
+        return list(runs.values())
 
     @functools.cached_property
     def trace(self) -> Trace | None:
@@ -85,66 +100,55 @@ def find_sources(given: Path, *, study: str | None = None, storage: str | None =
         UserError: ``given`` is neither a profile nor a study, the study belongs to another profile, or a document
             cannot be read.
     """
-    if given.is_dir():
-        if study is not None:
-            raise UserError(f"--study {study}: {given} is a study folder itself; give a profile, or leave --study out")
-        path = newest_profile(given)
-        alone = Sources() if path is None else Sources(profile=DecodingProfile.load(path), profile_path=path)
-        if alone.is_of_engine:
-            return alone
-        if (newest := load_study(given)) is None:
-            raise UserError(f"{given}: a study folder holds {STUDY}; give a folder of {WORKSPACE}/, or a profile")
-        return _read_study(alone, given, newest, storage)
-    profile = DecodingProfile.load(given)
-    alone = Sources(profile=profile, profile_path=given)
+    if given.is_dir() and study is not None:
+        raise UserError(f"--study {study}: {given} is a study folder itself; give a profile, or leave --study out")
+    path = newest_profile(given) if given.is_dir() else given
+    alone = Sources() if path is None else Sources(profile=DecodingProfile.load(path), profile_path=path)
     if alone.is_of_engine:
         return alone
-    folder = find_study(profile, given) if study is None else study_folder(study, given.parent / WORKSPACE, WORKSPACE)
+    folder: Path | None = given
+    if study is not None:
+        folder = study_folder(study, given.parent / WORKSPACE, WORKSPACE)
+    elif alone.profile is not None and not given.is_dir():
+        folder = find_study(alone.profile, given)
     if folder is None:
         return alone
-    if not folder.is_dir():
-        raise UserError(f"--study {study}: no such folder; give the one in {WORKSPACE}/ that autotune search named")
-    if (own := load_study(folder, profile)) is None:
+    document = load_study(folder, None if given.is_dir() else alone.profile)
+    if document is None:
         raise UserError(
-            f"--study {study}: its documents belong to another target, device or workload than {given}; give that profile's "
-            "own study"
+            f"{folder}: no study of {given} is in this folder; give one in {WORKSPACE}/ of the same target, device and "
+            "workload"
         )
-    return _read_study(alone, folder, own, storage)
+    return _read_study(alone, folder, document, storage)
 
 
 def _read_study(alone: Sources, folder: Path, study: StudyDocument, storage: str | None) -> Sources:
     """A profile's sources with the documents of its study."""
-    has_ledger = storage is not None or (folder / LEDGER).exists()
-    ledger = Ledger(folder / LEDGER if storage is None else storage, must_exist=True) if has_ledger else None
-    with ledger.reading() if ledger is not None else nullcontext():
-        subnets = [subnet for record in _records(ledger, study, "subnets") for subnet in screened_in(record)]
-        candidates = [
-            Candidate.model_validate(content, strict=False)
-            for record in _records(ledger, study, "trees")
-            for content in record.get("fastest", ())
-        ]
-    notes = []
-    if study.records.get("trees") and not candidates:
-        notes.append(
-            "The study's records are not in its folder: if workers shared a database, give its URL with --storage."
-        )
-    tables = [
-        table
-        for table in map(CostTable.load, files_by_age(folder, "*.cost.json"))
-        if table.content_hash == study.cost_table
-    ]
+    records: dict[str, list[Record]] = {}
+    subnets: list[ScreenedSubnet] = []
+    candidates: list[Candidate] = []
+    if storage is not None or (folder / LEDGER).exists():
+        ledger = Ledger(folder / LEDGER if storage is None else storage, must_exist=True)
+        with ledger.reading():
+            for stage, keys in study.records.items():
+                records[stage] = list(ledger.records(keys).values())
+            subnets = [subnet for record in records.get("subnets", []) for subnet in screened_in(record)]
+            candidates = [
+                Candidate.model_validate(content, strict=False)
+                for record in records.get("trees", [])
+                for content in record.get("fastest", ())
+            ]
+    is_elsewhere = study.records.get("trees") and not candidates
+    text = "The study's records are not in its folder: if workers shared a database, give its URL with --storage."
+    tables = (CostTable.load(path) for path in files_by_age(folder, "*.cost.json"))
     return replace(
         alone,
         folder=folder,
         study=study,
-        table=tables[0] if tables else None,
+        table=next((table for table in tables if table.content_hash == study.cost_table), None),
         traces=[load_trace(folder / name) for name in study.traces if (folder / name).exists()],
         screened=list({s.variant: s for s in subnets}.values()),
         candidates=sorted({c.key: c for c in candidates}.values(), key=lambda c: c.rank),
         runs=read_lines(folder / RUNS),
-        notes=notes,
+        notes=[text] if is_elsewhere else [],
     )
-
-
-def _records(ledger: Ledger | None, study: StudyDocument, stage: str) -> list[Record]:
-    return [] if ledger is None else list(ledger.records(study.records.get(stage, [])).values())

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from autotune.console import Console, percent
+from autotune.cost.latency_table import latency_table
 from autotune.cost.roofline import estimate_table, find_limits
 from autotune.cost.surface import Surface
 from autotune.cost.table import CostTable, shipped_tables
@@ -22,13 +21,10 @@ from autotune.measuring.measurement import kv_lengths_for, measure_costs
 from autotune.measuring.settings import CostSettings
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.graph_runner import check_mode
-from autotune.report.cost_curves import middle_kv_length
 from autotune.search.model_pool import ModelPool
 from autotune.search.thresholds import MAX_PRICED
 from autotune.study.ledger import Ledger, Record
 from autotune.workloads.workload import Workload
-
-PRINTED_SIZES = (1, 4, 16, 64)  # tokens
 
 
 def table_for_gpu(
@@ -185,18 +181,7 @@ def print_table(table: CostTable, console: Console) -> None:
     """Print the latency of every surface by number of tokens; the other parts and all errors are details."""
     threads = "" if table.threads is None else f", {table.threads} thread{'s' * (table.threads > 1)}"
     console.say(f"{table.device.model}{threads}, {table.precision}, {table.mode}")
-    middle, rows = middle_kv_length(table), []
-    for name, surface in table.surfaces.items():
-        sizes = PRINTED_SIZES[:1] if surface is table.decode else PRINTED_SIZES
-        latencies = surface.latency_ms(np.array(sizes, np.float64), np.array([middle], np.float64))[:, 0]
-        cells = [f"{ms:.2f}" for ms in latencies] + ["-"] * (len(PRINTED_SIZES) - len(sizes))
-        errors = percent(surface.held_out_error), percent(surface.uncertainty)
-        rows.append([name, *cells, *(errors if console.verbose else ())])
-    anchors = f" from {table.num_anchors} measured tables" if table.num_anchors else ""
-    mark = f" (estimated{anchors})" if table.estimated else ""
-    columns = ["part", *(f"{n} tok" for n in PRINTED_SIZES)]
-    columns += ["leave-one-out error", "uncertainty"] if console.verbose else []
-    console.table(f"Cost table, ms, at KV length {middle}{mark}", columns, rows)
+    console.show(latency_table(table))
     for name, part in table.parts.items():
         if not isinstance(part, Surface):
             found = f"leave-one-out error {percent(part.held_out_error)}, uncertainty {percent(part.uncertainty)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from autotune.documents.option_fields import setting
 
@@ -20,4 +20,4 @@ class ServeSettings(BaseModel):
     drain_s: float = setting(
         30.0, "After SIGTERM, SIGHUP or Ctrl-C: time to finish what was accepted.", option="drain", unit="s", ge=0
     )
-    api_key: str | None = None
+    api_key: str | None = Field(default=None, min_length=1)

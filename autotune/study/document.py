@@ -16,6 +16,7 @@ from autotune.cost.table import ModelShape
 from autotune.documents.configuration import Configuration
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance
+from autotune.documents.table import Table, percent, times, with_interval
 from autotune.files import Document
 
 if TYPE_CHECKING:
@@ -76,6 +77,25 @@ class StudyDocument(Document, kind="study", made_by="autotune search"):
     """Published defaults that were measured beside them."""
     stage_seconds: dict[str, float] = Field(default_factory=dict)
     """Duration of each stage in the latest run of the search, in which finished work is not repeated."""
+
+    def tables(self) -> list[Table]:
+        """Finalists and published defaults on tuning prompts; without rows before they have run."""
+        measured = [*self.finalists, *self.defaults]
+        rows = [
+            [
+                found.name,
+                with_interval(found.predicted_speedup, found.interval90)
+                if found.predicted_speedup and found.interval90
+                else times(found.predicted_speedup),
+                with_interval(found.speedup, found.ci95),
+                percent(found.predicted_speedup / found.speedup - 1) if found.predicted_speedup else "-",
+                f"{found.num_runs}{', eliminated' if found.is_eliminated else ''}",
+            ]
+            for found in measured
+        ]
+        columns = ["configuration", "predicted, 90 %", "measured, 95 %", "error", "runs"]
+        labels = {found.name: found.configuration.label for found in measured}
+        return [Table("Finalists and published defaults on tuning prompts", columns, rows, labels=labels)]
 
     def may_be_of(self, profile: DecodingProfile) -> bool:
         """Whether the search had the profile's target, device and tuning prompts, and its draft."""

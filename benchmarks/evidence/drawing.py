@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from autotune.files import content_key
-from autotune.report.svg import DASHES, INK, MARKERS, MUTED, SERIES, STYLE, to_svg
 from benchmarks.evidence.result import ROOT, Result, Rows
 from benchmarks.evidence.searches import ALL
+from benchmarks.evidence.svg import DASHES, INK, MARKERS, MUTED, SERIES, STYLE, to_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

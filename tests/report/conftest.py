@@ -112,6 +112,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeStudy]:
     assert overall is not None
     append_line(folder / RUNS, *_runs(profile, overall))
     finalist = MeasuredConfiguration(
+        name="finalist 1",
         configuration=overall,
         predicted_speedup=1.9,
         interval90=(1.6, 2.2),
@@ -137,7 +138,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeStudy]:
         traces=[f"traces/evil-draft/{trace.header.subnet.name}.trace.json" for trace in traces],
         records=ledger.used_keys,
         optuna_study=found.optuna_study,
-        finalists=[finalist, finalist.model_copy(update={"is_eliminated": True, "speedup": 1.4, "ci95": (1.2, 1.6)})],
+        finalists=[
+            finalist,
+            finalist.model_copy(
+                update={"name": "finalist 2", "is_eliminated": True, "speedup": 1.4, "ci95": (1.2, 1.6)}
+            ),
+        ],
         defaults=[default],
         stage_seconds={"cost table": 12.0, "trees": 3.0},
     )

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from autotune.report.content import Content
 from autotune.report.page import render
 from autotune.report.sources import Sources
 
@@ -26,8 +25,8 @@ document.getElementById("f").onload = () => {{
   const wide = [...page.body.querySelectorAll("*")].filter(e => !inScroll(e) && (e.closest("svg") === null || e.tagName === "svg") && e.getBoundingClientRect().right > root.clientWidth + 1);
   document.getElementById("out").textContent = JSON.stringify({{
     width: root.clientWidth, scroll: root.scrollWidth, wide: wide.slice(0, 5).map(e => e.outerHTML.slice(0, 120)),
-    sections: page.querySelectorAll("section").length, plots: page.querySelectorAll("svg.plot").length,
-    images: [...page.images].map(i => i.naturalWidth), trees: page.querySelectorAll("svg.tree").length,
+    sections: page.querySelectorAll("section").length,
+    images: [...page.images].map(i => i.naturalWidth), trees: page.querySelectorAll("ul.tree").length,
     requests: page.defaultView.performance.getEntriesByType("resource").map(e => e.name).filter(n => !n.startsWith("data:")),
     background: page.defaultView.getComputedStyle(page.body).backgroundColor,
   }});
@@ -38,7 +37,7 @@ document.getElementById("f").onload = () => {{
 @pytest.fixture(scope="module")
 def folder(sources: Sources, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("browser")
-    (folder / "report.html").write_text(render(Content(sources)))
+    (folder / "report.html").write_text(render(sources))
     return folder
 
 
@@ -61,7 +60,7 @@ def test_page_fits_the_screen_and_makes_no_requests(folder: Path) -> None:
     for width in (390, 1280):
         found, requested = measure(folder, width)
         assert found["scroll"] == found["width"] and found["wide"] == [], (width, found["wide"])
-        assert (found["sections"], found["plots"], found["trees"]) == (11, 4, 2)
+        assert (found["sections"], found["trees"]) == (10, 1)
         assert found["images"] == [32], "the prompt's image is decoded"
         assert found["requests"] == []
         ours = [url for url in requested if not re.search(r"://[^/]*(google|gstatic|gvt1|chromium)", url)]

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import re
-import xml.etree.ElementTree as ET
 from typing import Any
 
 import numpy as np
 import pytest
 
 from autotune.replay.reference_replay import ReplayedRound, rounds
-from autotune.report.examples import DecodedExample, answer_parts, data_uri, decoded_example, round_to_draw
+from autotune.report.examples import DecodedExample, TreeNode, data_uri, decoded_example, round_to_draw
 from autotune.report.prompts import find_prompts
 from autotune.report.sources import Sources
-from autotune.report.tree_drawing import draw_tree, node_rows, visible
 from autotune.trees.policy import parse_policy
-from autotune.trees.tree import new_tree
 from tests.report.conftest import QUESTION
 from tests.sample_documents import random_trace
 
-SVG = "{http://www.w3.org/2000/svg}"
 TREE = {"policy": "eagle2", "depth": 4, "k": 3, "budget": 12}
 
 
@@ -37,47 +32,8 @@ class NumberTokens:
         return f"<{token}>"
 
 
-def classes(svg: str) -> list[str]:
-    return [group.get("class", "") for group in ET.fromstring(svg).iter(f"{SVG}g")]
-
-
-def test_nodes_do_not_overlap(found: list[ReplayedRound]) -> None:
-    for one in found:
-        assert one.tree is not None
-        size = int(one.tree.size[0])
-        row = node_rows(one.tree.parent[:size], one.tree.rank[:size])
-        assert len({(int(one.tree.depth[node]), row[node]) for node in range(size)}) == size
-        for node in range(1, size):
-            assert row[node] >= row[one.tree.parent[node]], "a child is next to or below its parent"
-
-
-def test_every_node_is_drawn_and_accepted_nodes_are_marked(found: list[ReplayedRound]) -> None:
-    for one in found:
-        assert one.tree is not None
-        size = int(one.tree.size[0])
-        texts = [f"<{token}>" for token in one.tree.token[:size]]
-        kinds = classes(draw_tree(one.tree, one.path.tolist(), texts, "</svg>", "a & b"))
-        assert kinds.count("node accepted") == len(one.path)
-        assert kinds.count("node rejected") == size - 1 - len(one.path)
-        assert kinds.count("node root") == kinds.count("node own") == 1
-    last, alone = found[-1].tree, new_tree(3)
-    assert last is not None
-    assert "node own" not in classes(draw_tree(last, found[-1].path.tolist(), ["x"] * int(last.size[0]), None, ""))
-    alone.size[0] = 1
-    assert classes(draw_tree(alone, [], ["a"], "b", "")) == ["node root", "node own"]
-
-
-@pytest.mark.filterwarnings("error")
-def test_tokens_without_a_probability_are_drawn(found: list[ReplayedRound]) -> None:
-    """Retrieved ones, and their children."""
-    one = next(one for one in found if one.tree is not None and one.tree.size[0] > 2)
-    assert one.tree is not None
-    size = int(one.tree.size[0])
-    before = one.tree.path_logprob[1:size].copy()
-    one.tree.path_logprob[1:size] = -np.inf
-    svg = draw_tree(one.tree, [], ["a"] * size, None, "")
-    one.tree.path_logprob[1:size] = before
-    assert "nan" not in svg and svg.count("probability 0.0 %") == size - 1
+def nodes_of(root: TreeNode) -> list[TreeNode]:
+    return [root, *(node for child in root.children for node in nodes_of(child))]
 
 
 def test_drawn_round_accepts_most_branches(found: list[ReplayedRound]) -> None:
@@ -92,18 +48,6 @@ def test_drawn_round_accepts_most_branches(found: list[ReplayedRound]) -> None:
     assert round_to_draw([plain, *found]) == round_to_draw(found) + 1 and round_to_draw([plain]) == 0
 
 
-def test_answer_parts_add_up_to_the_answer(found: list[ReplayedRound]) -> None:
-    trace = random_trace(11, num_tokens=60)
-    texts = [f"{token} " for token in trace.forest.answer[: trace.answer_start[1]]]
-    parts = answer_parts(found, texts, 2)
-    assert texts[0] + "".join(part.accepted + part.own for part in parts) == "".join(texts)
-    assert [part.is_drawn for part in parts].index(True) == 2
-
-
-def test_white_space_is_visible() -> None:
-    assert visible(" a\n") == "·a⏎" and visible("") == "∅"
-
-
 def example_of(sources: Sources, **options: Any) -> DecodedExample:
     prompts = options.get("prompts", find_prompts(sources, None))
     example = decoded_example(sources, prompts, NumberTokens())  # type: ignore[arg-type]
@@ -115,15 +59,21 @@ def test_the_example_is_of_a_prompt_with_an_image(sources: Sources) -> None:
     """In the trace, the odd prompts have visual tokens."""
     example = example_of(sources)
     assert (example.policy, example.question) == ("eagle2", f"{QUESTION} 1")
-    emitted = "".join(part.accepted + part.own for part in example.answer)
-    assert example.num_rounds == len(example.answer) and 1 <= example.drawn <= example.num_rounds
-    assert example.tokens_per_round == pytest.approx(len(re.findall(r"<\d+>", emitted)) / example.num_rounds)
-    assert classes(example.svg).count("node accepted") == len(example.shown.path)
+    assert example.rounds[example.drawn - 1] is example.shown
+    assert example.tokens_per_round == pytest.approx((len(example.texts) - 1) / len(example.rounds))
+    assert example.root is not None and example.shown.tree is not None
+    nodes = nodes_of(example.root)
+    assert len(nodes) == example.shown.tree.size[0] == 1 + example.shown.num_nodes
+    assert [node.text for node in nodes if node.is_accepted][1:] == [
+        f"<{example.shown.tree.token[node]}>" for node in example.shown.path
+    ]
+    for node in nodes:
+        assert sum(child.share for child in node.children) <= 1.001
 
 
 def test_example_without_its_prompt(sources: Sources) -> None:
     example = example_of(sources, prompts={})
-    assert example.question is None and example.images == [] and example.answer
+    assert example.question is None and example.images == [] and example.texts
 
 
 def test_large_images_are_scaled_down() -> None:
