@@ -1,4 +1,4 @@
-"""A git revision as the base of a comparison: a worktree, with an environment for its requirements."""
+"""The base of a comparison: another profile, or a git revision with an environment for its requirements."""
 
 from __future__ import annotations
 
@@ -7,93 +7,63 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.check.worker_process import Side
+from autotune.check.worker_process import PACKAGE, Version
 from autotune.errors import UserError
 
 # Files that list requirements; of pyproject.toml only two keys do.
 REQUIREMENTS = ("constraints.txt", "requirements.txt", "uv.lock", "poetry.lock")
-PACKAGE = Path("autotune/__init__.py")
-
-
-@dataclass(frozen=True)
-class Checkout:
-    """A worktree of a revision, beside the repository."""
-
-    label: str
-    root: Path
-    tree: Path
-
-    def beside(self, path: Path) -> Path:
-        """The file of the same path in the revision, or the given one if git does not track it."""
-        path = path.resolve()
-        in_tree = self.tree / path.relative_to(self.root) if path.is_relative_to(self.root) else path
-        return in_tree if in_tree.is_file() else path
 
 
 @contextmanager
-def worktree(ref: str, folder: Path) -> Iterator[Checkout]:
-    """
-    Raises:
-        UserError: no repository, or no such revision.
-    """
-    top_level = _git(
-        ["rev-parse", "--show-toplevel"],
-        Path.cwd(),
-        f"--against {ref}: no such file, and this folder is not in a git repository; give a profile, or run it in the repository",
-    )
-    root, tree = Path(top_level), folder / "base"
-    commit = _git(
-        ["rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}"],
-        root,
-        f"--against {ref}: neither a file nor a git revision; fetch it first (CI often fetches the last commit only), or "
-        "correct the name",
-    )
-    _git(["worktree", "add", "--detach", str(tree), commit], root, f"--against {ref}: git cannot check it out")
-    try:
-        yield Checkout(f"{ref} ({commit[:10]})", root, tree)
-    finally:
-        subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=root, capture_output=True)
+def base_of(against: str, profile: Path, folder: Path, *, with_code: bool = False) -> Iterator[Version]:
+    """The version that ``--against`` names: a profile that this code decodes, or a git revision.
 
+    A revision is checked out into a worktree beside the repository. Its profile is the file of the same path, or
+    ``profile`` if git does not track it.
 
-@contextmanager
-def checked_out(ref: str, profile: Path, head: Side, folder: Path) -> Iterator[Side]:
-    """The side that decodes with the code of ``ref``, in this environment if both require the same packages, or else in
-    a new one.
+    Args:
+        with_code: decode with the revision's code, if the repository contains autotune, and in a new environment if it
+            requires other packages.
 
     Raises:
         UserError: no such revision, or packages that cannot be installed.
     """
-    with worktree(ref, folder) as found:
-        yield Side(
-            name="base",
-            label=found.label,
-            profile=found.beside(profile),
-            code=_code_in(found.tree, found.root, head),
-            python=_python_for(ref, found.root, found.tree, folder / "environment"),
-            dtype=head.dtype,
-        )
+    if Path(against).is_file():
+        yield Version("base", against, Path(against))
+        return
+    root = Path(_git(against, Path.cwd(), "rev-parse", "--show-toplevel"))
+    commit = _git(against, root, "rev-parse", "--verify", "--quiet", f"{against}^{{commit}}")
+    tree, profile = folder / "base", profile.resolve()
+    _git(against, root, "worktree", "add", "--detach", str(tree), commit)
+    try:
+        if profile.is_relative_to(root) and (tree / profile.relative_to(root)).is_file():
+            profile = tree / profile.relative_to(root)
+        version = Version("base", f"{against} ({commit[:10]})", profile)
+        yield _with_code(version, against, root, tree, folder / "environment") if with_code else version
+    finally:
+        subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=root, capture_output=True)
 
 
-def _code_in(tree: Path, root: Path, head: Side) -> Path:
-    """The folder of the base's package: the worktree, if the repository contains autotune."""
-    if not (tree / PACKAGE).exists():
-        return head.code
-    if head.code.resolve() != root:
-        raise UserError(
-            f"this repository contains autotune, but the one that runs is in {head.code}; install this one (pip install -e .), "
-            f"or run it with PYTHONPATH={root}"
-        )
-    return tree
+def _with_code(version: Version, against: str, root: Path, tree: Path, environment: Path) -> Version:
+    """The version with the code and the interpreter of its revision."""
+    code, python = PACKAGE, sys.executable
+    if (tree / "autotune/__init__.py").exists():
+        code = tree
+        if PACKAGE.resolve() != root:
+            raise UserError(
+                f"this repository contains autotune, but the one that runs is in {PACKAGE}; install this one (pip install "
+                f"-e .), or run it with PYTHONPATH={root}"
+            )
+    if requirements(root) != requirements(tree):
+        python = _new_environment(against, tree, environment)
+    return Version(version.name, version.label, version.profile, code, python)
 
 
-def _python_for(ref: str, root: Path, tree: Path, environment: Path) -> str:
-    """This interpreter, or one in a new environment with the packages that the revision requires."""
-    if requirements(root) == requirements(tree):
-        return sys.executable
+def _new_environment(against: str, tree: Path, environment: Path) -> str:
+    """The interpreter of a new environment with the packages that the revision requires."""
     python = environment / "bin" / "python"
     install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     for name, option in (("constraints.txt", "-c"), ("requirements.txt", "-r")):
@@ -105,10 +75,9 @@ def _python_for(ref: str, root: Path, tree: Path, environment: Path) -> str:
         done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
         if done.returncode != 0:
             lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-            errors = [line for line in lines if line.startswith("ERROR:")]
-            reason = [*errors[:1], *lines[-1:], "no reason given"][0]
+            reason = [line for line in lines if line.startswith("ERROR:")] + lines[-1:] + ["no reason given"]
             raise UserError(
-                f"--against {ref} does not build: {reason}; choose a revision whose packages can be installed"
+                f"--against {against} does not build: {reason[0]}; choose a revision whose packages can be installed"
             )
     return str(python)
 
@@ -116,21 +85,22 @@ def _python_for(ref: str, root: Path, tree: Path, environment: Path) -> str:
 def requirements(folder: Path) -> dict[str, Any]:
     """The packages that a checkout requires."""
     contents: dict[str, Any] = {name: (folder / name).read_bytes() for name in REQUIREMENTS if (folder / name).exists()}
-    if (folder / "pyproject.toml").exists():
-        try:
-            project = tomllib.loads((folder / "pyproject.toml").read_text()).get("project", {})
-        except tomllib.TOMLDecodeError:
-            return {**contents, "pyproject.toml": "unreadable"}
-        contents |= {key: project.get(key) for key in ("dependencies", "requires-python")}
-    return contents
+    try:
+        project = tomllib.loads((folder / "pyproject.toml").read_text()).get("project", {})
+    except (FileNotFoundError, tomllib.TOMLDecodeError):
+        return contents
+    return contents | {key: project.get(key) for key in ("dependencies", "requires-python")}
 
 
-def _git(arguments: list[str], folder: Path, failure: str) -> str:
+def _git(against: str, folder: Path, *arguments: str) -> str:
     """The output of a git command."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True)
-    except FileNotFoundError:
-        raise UserError("--against a revision needs git, which was not found; install it, or give a profile") from None
-    if done.returncode != 0:
-        raise UserError(failure)
-    return done.stdout.strip()
+        return subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        raise UserError(
+            f"--against {against}: neither a file nor a revision of a git repository around this folder "
+            f"(git {arguments[0]} failed: {error}); give a profile, correct the name, or fetch the revision first (CI often "
+            "fetches the last commit only)"
+        ) from None

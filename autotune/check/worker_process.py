@@ -1,4 +1,4 @@
-"""Worker processes: ``worker.py`` run with the code and environment of one side of a comparison."""
+"""Worker processes: ``worker.py`` run with the code and environment of one version of the program. Loads no torch."""
 
 from __future__ import annotations
 
@@ -19,31 +19,21 @@ from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import WARM_UP_TOKENS
 
 WORKER = Path(__file__).with_name("worker.py")
+PACKAGE = Path(__file__).parents[2]
+"""The folder that contains the package that runs."""
 
 
 @dataclass(frozen=True)
-class WorkerRequest:
-    """A prompt for workers, processed once for both sides."""
-
-    inputs: Path
-    """A safetensors file."""
-    point: int
-    """Index of the operating point that decodes it."""
-
-
-@dataclass(frozen=True)
-class Side:
-    """One side of a comparison: its code, its profile and its environment."""
+class Version:
+    """A profile with the code and the environment that decode it."""
 
     name: str
     """``base`` or ``head``."""
     label: str
     """For people: a commit, or a profile's path."""
     profile: Path
-    code: Path = Path(__file__).parents[2]
+    code: Path = PACKAGE
     python: str = sys.executable
-    dtype: str | None = None
-    """Data type of the target; None: the profile's."""
 
 
 class WorkerProcess(Arm, AbstractContextManager["WorkerProcess"]):
@@ -52,56 +42,55 @@ class WorkerProcess(Arm, AbstractContextManager["WorkerProcess"]):
     No times of the prefill are known of it, so that no run is ever taken for a disturbed one and repeated.
 
     Args:
-        requests: by name of the prompt.
+        inputs: safetensors files of the processed prompts, by name of the prompt.
+        options: of ``autotune.load``.
+        log: file to which the standard error of the process is appended.
     """
 
-    def __init__(self, side: Side, requests: Mapping[str, WorkerRequest], *, device: str, log: Path) -> None:
-        self.name = self.key = side.name
-        self.side, self.requests, self.log = side, requests, log
-        options = {"device": device, **({} if side.dtype is None else {"dtype": side.dtype})}
-        settings = json.dumps({"profile": str(side.profile), "options": options})
+    def __init__(self, version: Version, inputs: Mapping[str, Path], options: Mapping[str, str], *, log: Path) -> None:
+        self.name = self.key = version.name
+        self.version, self.inputs, self.log = version, inputs, log
+        settings = json.dumps({"profile": str(version.profile), "options": options})
         # In a new session Ctrl-C reaches the parent only; workers end when their input is closed.
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
-                [side.python, "-P", str(WORKER), settings],
-                env={**os.environ, "PYTHONPATH": str(side.code)},
+                [version.python, "-P", str(WORKER), settings],
+                env={**os.environ, "PYTHONPATH": str(version.code)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
                 start_new_session=True,
             )
-        self._is_ready = False
-
-    def wait(self) -> None:
-        """Wait until the models are loaded.
-
-        Raises:
-            UserError: the side's code cannot load the profile, or another copy of autotune was imported.
-        """
-        if not self._is_ready:
-            package = Path(str(self._read().get("ready")))
-            if package.parent.resolve() != self.side.code.resolve():
-                raise UserError(
-                    f"the {self.side.name}, {self.side.label}, imports autotune from {package}, not from {self.side.code}; "
-                    "uninstall the copy that comes first, or run check in a clean environment"
-                )
-            self._is_ready = True
 
     def prepare(self, prompts: Sequence[WorkloadPrompt]) -> None:
-        """Warm up: decode the start of one coming prompt for each operating point."""
-        for prompt in {self.requests[prompt.name].point: prompt for prompt in prompts}.values():
-            few = min(WARM_UP_TOKENS, prompt.settings.max_new_tokens)
-            self._decode(prompt, {**prompt.settings.generation, "max_new_tokens": few})
+        """Warm up: decode the start of the answer to the next prompt."""
+        few = min(WARM_UP_TOKENS, prompts[0].settings.max_new_tokens)
+        self._decode(prompts[0], {**prompts[0].settings.generation, "max_new_tokens": few})
 
     def decode(self, prompt: WorkloadPrompt) -> Decoded:
         answer = self._decode(prompt, prompt.settings.generation)
         return Decoded(arm=self.key, prompt=prompt.name, prompt_sha256=prompt.sha256, **answer)
 
     def _decode(self, prompt: WorkloadPrompt, settings: Mapping[str, Any]) -> dict[str, Any]:
-        self.wait()
-        inputs = str(self.requests[prompt.name].inputs)
-        self._write({"inputs": inputs, "settings": settings, "task": prompt.settings.task})
+        """The answer to a request. The first one waits until the models are loaded.
+
+        Raises:
+            UserError: another copy of autotune was imported.
+        """
+        request = {"inputs": str(self.inputs[prompt.name]), "settings": settings}
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # a worker that has ended gives no answer
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        answer, version = self._read(), self.version
+        if "ready" not in answer:
+            return answer
+        if Path(answer["ready"]).parent.resolve() != version.code.resolve():
+            raise UserError(
+                f"the {version.name}, {version.label}, imports autotune from {answer['ready']}, not from {version.code}; "
+                "uninstall the copy that comes first, or run check in a clean environment"
+            )
         return self._read()
 
     def __exit__(self, *_: object) -> None:
@@ -115,38 +104,25 @@ class WorkerProcess(Arm, AbstractContextManager["WorkerProcess"]):
             self._process.kill()
             self._process.wait()
 
-    def _write(self, fields: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(fields) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            self._fail(self._last_line())
-
     def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._fail(self._last_line())
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            self._fail(str(answer["error"]), is_fault=answer.get("is_fault", False))
-        return answer
+        """The next answer.
 
-    def _fail(self, reason: str, *, is_fault: bool = False) -> None:
-        """
         Raises:
             RuntimeError: a fault of the head. A base with one is a mistake in the choice of the base.
             UserError: anything else, such as a worker that the system has ended.
         """
-        text = (
-            f"the {self.side.name}, {self.side.label}, cannot decode with the profile: {reason}; see its log {self.log}"
-        )
-        if is_fault and self.side.name == "head":
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        answer: dict[str, Any] = json.loads(line) if line else {"error": self._last_words()}
+        if "error" not in answer:
+            return answer
+        version = self.version
+        text = f"the {version.name}, {version.label}, cannot decode with the profile: {answer['error']}; see its log {self.log}"
+        if answer.get("is_fault") and version.name == "head":
             raise RuntimeError(text)
         raise UserError(text)
 
-    def _last_line(self) -> str:
+    def _last_words(self) -> str:
         """The last line in the log of a worker that has died."""
         lines = self.log.read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"it ended with code {self._process.wait()}"

@@ -4,84 +4,81 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
-from autotune.check.revision import checked_out, requirements
-from autotune.check.worker_process import Side
+from autotune.check import revision
+from autotune.check.revision import base_of, requirements
+from autotune.check.worker_process import PACKAGE, Version
 from autotune.errors import UserError
 
 PYPROJECT = '[project]\nname = "thing"\nversion = "1"\ndependencies = ["numpy>=2"]\n'
 
 
-def git(folder: Path, *arguments: str) -> str:
+def git(*arguments: str) -> str:
     identity = ["-c", "user.name=tests", "-c", "user.email=tests@localhost"]
-    done = subprocess.run(["git", *identity, *arguments], cwd=folder, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+    return subprocess.run(["git", *identity, *arguments], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def commit(folder: Path, **files: str) -> None:
+def commit(**files: str) -> None:
     for name, text in files.items():
-        path = folder / name.replace("__", "/").replace("_", ".", 1)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    git(folder, "add", "-A")
-    git(folder, "commit", "-q", "-m", "change")
+        Path(name.replace("_", ".")).write_text(text)
+    git("add", "-A")
+    git("commit", "-q", "-m", "change")
+
+
+Opened = Callable[[str, str], AbstractContextManager[Version]]
 
 
 @pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project with a profile, its requirements and two commits."""
-    folder = tmp_path / "repository"
-    folder.mkdir()
-    git(folder, "init", "-q", "-b", "main")
-    commit(folder, profile_json="old", pyproject_toml=PYPROJECT)
-    commit(folder, profile_json="new", pyproject_toml=PYPROJECT + "[tool.ruff]\nline-length = 9\n")
-    monkeypatch.chdir(folder)
-    return folder
+def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opened:
+    """Opens a base in a project with a profile, its requirements and two commits."""
+    (tmp_path / "repository").mkdir()
+    monkeypatch.chdir(tmp_path / "repository")
+    git("init", "-q", "-b", "main")
+    commit(profile_json="old", pyproject_toml=PYPROJECT)
+    commit(profile_json="new", pyproject_toml=PYPROJECT + "[tool.ruff]\nline-length = 9\n")
+    return lambda against, profile: base_of(against, Path(profile), tmp_path, with_code=True)
 
 
-def head(folder: Path) -> Side:
-    return Side(name="head", label="as it is here", profile=folder / "profile.json")
-
-
-def test_the_base_decodes_with_the_profile_of_its_revision(repository: Path, tmp_path: Path) -> None:
-    with checked_out("HEAD~1", Path("profile.json"), head(repository), tmp_path) as base:
+def test_the_base_decodes_with_the_profile_of_its_revision(opened: Opened) -> None:
+    with opened("HEAD~1", "profile.json") as base:
         assert base.profile.read_text() == "old"
-        assert base.label == f"HEAD~1 ({git(repository, 'rev-parse', 'HEAD~1')[:10]})"
+        assert base.label == f"HEAD~1 ({git('rev-parse', 'HEAD~1')[:10]})"
         assert base.python == sys.executable, "settings of a linter are not requirements"
-        assert base.code == head(repository).code, (
-            "the project does not contain autotune: both sides run the installed one"
-        )
-    assert git(repository, "worktree", "list").count("\n") == 0, "the worktree is removed"
-    (repository / "mine.json").write_text("mine")
-    with checked_out("HEAD~1", Path("mine.json"), head(repository), tmp_path) as base:
-        assert base.profile == repository / "mine.json", "git does not track it"
+        assert base.code == PACKAGE, "the project does not contain autotune: both sides run the installed one"
+    assert git("worktree", "list").count("\n") == 0, "the worktree is removed"
+    Path("mine.json").write_text("mine")
+    with opened("HEAD~1", "mine.json") as base:
+        assert base.profile == Path("mine.json").resolve(), "git does not track it"
+    with opened("mine.json", "profile.json") as base:
+        assert (base.label, base.profile, base.code) == ("mine.json", Path("mine.json"), PACKAGE), "another profile"
 
 
-def test_a_revision_of_this_project_decodes_with_its_own_code(repository: Path, tmp_path: Path) -> None:
-    (repository / "autotune").mkdir()
-    (repository / "autotune" / "__init__.py").touch()
-    commit(repository)
-    side = Side(name="head", label="as it is here", profile=repository / "profile.json", code=repository)
-    with checked_out("HEAD", Path("profile.json"), side, tmp_path) as base:
-        assert base.code == tmp_path / "base"
-    with (
-        pytest.raises(UserError, match=r"this repository contains autotune, but the one that runs is in .*PYTHONPATH="),
-        checked_out("HEAD", Path("profile.json"), head(repository), tmp_path),
-    ):
+def test_a_revision_of_this_project_decodes_with_its_own_code(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("autotune").mkdir()
+    Path("autotune/__init__.py").touch()
+    commit()
+    message = r"this repository contains autotune, but the one that runs is in .*PYTHONPATH="
+    with pytest.raises(UserError, match=message), opened("HEAD", "profile.json"):
         pass
-    assert git(repository, "worktree", "list").count("\n") == 0
+    assert git("worktree", "list").count("\n") == 0
+    monkeypatch.setattr(revision, "PACKAGE", Path.cwd())
+    with opened("HEAD", "profile.json") as base:
+        assert base.code == tmp_path / "base"
 
 
 def test_other_requirements_get_a_new_environment(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commit(repository, pyproject_toml=PYPROJECT.replace("numpy>=2", "numpy>=2.1"), constraints_txt="numpy==2.1\n")
-    commit(repository, pyproject_toml=PYPROJECT)
-    commands = []
-    run = subprocess.run
+    commit(pyproject_toml=PYPROJECT.replace("numpy>=2", "numpy>=2.1"), constraints_txt="numpy==2.1\n")
+    commit(pyproject_toml=PYPROJECT)
+    commands, run = [], subprocess.run
 
     def noted(command: list[str], **options: object) -> object:
         if command[0] == "git":
@@ -90,46 +87,37 @@ def test_other_requirements_get_a_new_environment(
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", noted)
-    with checked_out("HEAD~1", Path("profile.json"), head(repository), tmp_path) as base:
-        assert base.python == str(tmp_path / "environment" / "bin" / "python")
+    with opened("HEAD~1", "profile.json") as base:
+        environment, tree = tmp_path / "environment", tmp_path / "base"
+        assert base.python == str(environment / "bin" / "python")
         create, install = commands
-        assert create[1:] == ["-m", "venv", str(tmp_path / "environment")]
-        tree = tmp_path / "base"
+        assert create[1:] == ["-m", "venv", str(environment)]
         assert install[0] == base.python and install[-3:] == ["-c", str(tree / "constraints.txt"), str(tree)]
 
 
 @pytest.mark.nightly
-def test_a_revision_that_does_not_build_is_refused_in_one_line(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_revision_that_does_not_build_is_refused_in_one_line(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
-    commit(repository, pyproject_toml=PYPROJECT.replace("numpy>=2", "no-such-thing>=2"))
-    commit(repository, pyproject_toml=PYPROJECT)
-    with (
-        pytest.raises(
-            UserError, match=r"--against HEAD~1 does not build: ERROR: .*; choose a revision whose packages"
-        ) as caught,
-        checked_out("HEAD~1", Path("profile.json"), head(repository), tmp_path),
-    ):
+    commit(pyproject_toml=PYPROJECT.replace("numpy>=2", "no-such-thing>=2"))
+    commit(pyproject_toml=PYPROJECT)
+    message = r"^--against HEAD~1 does not build: ERROR: .*; choose a revision whose packages[^\n]*$"
+    with pytest.raises(UserError, match=message), opened("HEAD~1", "profile.json"):
         pass
-    assert "\n" not in str(caught.value)
-    assert git(repository, "worktree", "list").count("\n") == 0
+    assert git("worktree", "list").count("\n") == 0
 
 
-def test_an_unknown_revision_is_refused(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def opened(ref: str) -> None:
-        with checked_out(ref, Path("profile.json"), head(repository), tmp_path):
-            pass
-
-    with pytest.raises(UserError, match="--against mian: neither a file nor a git revision; fetch it first"):
-        opened("mian")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="--against main: no such file, and this folder is not in a git repository"):
-        opened("main")
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(UserError, match="--against a revision needs git, which was not found"):
-        opened("main")
+@pytest.mark.parametrize("missing", ["revision", "repository", "git"])
+def test_an_unknown_revision_is_refused(
+    missing: str, opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if missing == "repository":
+        monkeypatch.chdir(tmp_path)
+    if missing == "git":
+        monkeypatch.setenv("PATH", "")
+    message = r"^--against mian: neither a file nor a revision of a git repository around this folder[^\n]*fetch[^\n]*$"
+    with pytest.raises(UserError, match=message), opened("mian", "profile.json"):
+        pass
 
 
 def test_only_requirements_are_compared(tmp_path: Path) -> None:
