@@ -27,8 +27,8 @@ from autotune.workloads.workload import Workload
 
 # Files that a side decodes with: the package, and the bundled models next to it or, if installed, inside it.
 CODE = ("autotune/**/*.py", "drafts/**/*.safetensors", "drafts/**/*.json", "autotune/_data/drafts/**/*.safetensors")
-CHOICES = {"mode", "capture_sizes", "threads", "prefill_threads", "precision", "target"}
-"""Fields of a profile from which the speed follows, beside its point."""
+CHOICES = {"point", "mode", "capture_sizes", "threads", "prefill_threads", "precision", "target"}
+"""Fields of a profile from which the speed follows."""
 
 
 class CheckedRuntime(CheckedBackend):
@@ -80,8 +80,7 @@ class CheckedRuntime(CheckedBackend):
     def _side(self, version: Version) -> Side:
         document, dtype = DecodingProfile.load(version.profile), self.settings.dtype
         code = sha256_of(*sorted(path for pattern in CODE for path in version.code.glob(pattern)))
-        point = document.point.model_dump(mode="json", exclude={"predicted", "measured"})
-        choices = [point, document.model_dump(mode="json", include=CHOICES)]
+        choices = document.model_dump(mode="json", include=CHOICES, exclude={"point": {"predicted", "measured"}})
         options = {"device": choose_device(self.settings.device)} | ({} if dtype is None else {"dtype": dtype})
 
         def launch(checked: CheckedWorkload) -> WorkerProcess:

@@ -56,7 +56,7 @@ def world(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def changed(world: Path, name: str, point: Mapping[str, Any] | None = None, **fields: Any) -> DecodingProfile:
     """Write the lossless profile with other fields, and with other fields of its point."""
     profile = DecodingProfile.load(world / "lossless.json")
-    other = profile.model_copy(update={"points": [profile.point.model_copy(update=point or {})], **fields})
+    other = profile.model_copy(update={"point": profile.point.model_copy(update=point or {}), **fields})
     other.save(world / name)
     return other
 
