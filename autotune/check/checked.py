@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autotune.check.gates import Difference, counts_gate, if_repeatable, lossless_gate, skipped, speedup_gate
-from autotune.check.result import COUNTS, Gate, Timing, WorkloadResult
+from autotune.check.result import COUNTS, Gate, WorkloadResult
 from autotune.check.settings import CheckSettings
 from autotune.console import Console
 from autotune.documents.decoded import Decoded
@@ -21,7 +21,7 @@ from autotune.errors import NotComparable, UserError
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.race import Everyone, race
 from autotune.evaluation.runner import ArmRunner
-from autotune.evaluation.summary import Summary, summarize
+from autotune.evaluation.summary import summarize
 from autotune.workloads.workload import Workload
 
 
@@ -31,29 +31,12 @@ class CheckedWorkload:
 
     workload: Workload
     runs: list[Decoded]
-    plain: list[Decoded]
-    """Runs of plain decoding."""
-    summary: Summary
-    divergences: list[str]
+    """The profile's."""
+    result: WorkloadResult
     gates: list[Gate]
     """The gates that need no base."""
     inputs: Mapping[str, Path]
     """The inputs of worker processes by prompt, where there are such processes."""
-
-    def result(self, precision: str, timing: Timing | None) -> WorkloadResult:
-        return WorkloadResult(
-            name=self.workload.name,
-            sha256=self.workload.sha256,
-            num_prompts=self.summary.num_prompts,
-            identical_outputs=self.summary.identical_outputs,
-            divergences=self.divergences,
-            speedup=self.summary.speedup,
-            ci95=self.summary.ci95,
-            precision=precision,
-            prompts=[run.without_tokens() for run in self.runs],
-            plain_ms=[run.decode_ms for run in self.plain],
-            timing=timing,
-        )
 
 
 @dataclass(frozen=True)
@@ -133,15 +116,19 @@ class CheckedBackend(ABC):
         gates += self.gates(workload, runs)
         if settings.min_speedup is not None:
             gates.append(speedup_gate(name, summary, settings.min_speedup))
-        return CheckedWorkload(
-            workload=workload,
-            runs=runs,
-            plain=plain,
-            summary=summary,
+        result = WorkloadResult(
+            name=name,
+            sha256=workload.sha256,
+            num_prompts=summary.num_prompts,
+            identical_outputs=summary.identical_outputs,
             divergences=[f"{prompt}: {where}" for prompt, where, _ in differences],
-            gates=gates,
-            inputs=self.inputs(workload, folder) if settings.against else {},
+            speedup=summary.speedup,
+            ci95=summary.ci95,
+            precision=self.precision,
+            prompts=[run.without_tokens() for run in runs],
+            plain_ms=[run.decode_ms for run in plain],
         )
+        return CheckedWorkload(workload, runs, result, gates, self.inputs(workload, folder) if settings.against else {})
 
     def _decode(self, arms: Sequence[Arm], workload: Workload) -> list[list[Decoded]]:
         """The runs of every arm, decoded prompt by prompt in random order."""

@@ -42,11 +42,14 @@ def run_check(settings: CheckSettings, console: Console, restore: Restore) -> Ch
         with closing(backend):
             checked = [backend.check(workload, folder) for workload in workloads]
         gates = [gate for workload in checked for gate in workload.gates]
-        timings: list[Timing | None] = [None] * len(checked)
+        results = [workload.result for workload in checked]
         if sides is not None:
             design = Design(tolerance=settings.tolerance, limit=settings.limit, num_workloads=len(workloads))
             comparison = Comparison(*sides, design, backend.hardware, backend.rounding, settings.seed, console)
             timings = _compare(comparison, checked, gates, settings.budget_s)
+            results = [
+                result.model_copy(update={"timing": timing}) for result, timing in zip(results, timings, strict=True)
+            ]
     verdict, code = verdict_of(gates, inconclusive_fails=settings.on_inconclusive == "fail")
     result = CheckResult(
         provenance=stamp(),
@@ -55,7 +58,7 @@ def run_check(settings: CheckSettings, console: Console, restore: Restore) -> Ch
         target=profile.target,
         lossless=profile.point.lossless,
         against=None if sides is None else sides[0].label,
-        workloads=[one.result(backend.precision, timing) for one, timing in zip(checked, timings, strict=True)],
+        workloads=results,
         gates=gates,
         verdict=verdict,
         exit_code=code,

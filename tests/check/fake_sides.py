@@ -14,16 +14,15 @@ from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.not_slower import Design
-from autotune.evaluation.summary import summarize
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
 from autotune.workloads.workload import Workload
-from tests.check.sample_documents import prompt_evidence
+from tests.check.sample_documents import check_result, prompt_evidence
 from tests.sample_documents import DEVICE, decoding_profile
 
 PROMPTS = tuple(WorkloadPrompt(f"prompt {n}", Prompt(prompt=f"{n}"), ()) for n in range(3))
 RUNS = [prompt_evidence(prompt.name, prompt_sha256=prompt.sha256) for prompt in PROMPTS]
 WORKLOAD = Workload("digits", "evaluate", PROMPTS)
-CHECKED = CheckedWorkload(WORKLOAD, RUNS, RUNS, summarize("tuned", RUNS, RUNS), [], [], {})
+CHECKED = CheckedWorkload(WORKLOAD, RUNS, check_result().workloads[0], [], {})
 
 
 @dataclass
