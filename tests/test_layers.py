@@ -37,7 +37,7 @@ TORCH_FREE = (
     "check.in_engine",
     "check.job",
     "check.output",
-    "check.revision",
+    "check.versions",
     "evaluation.not_slower",
     "check.settings",
     "cli",

@@ -174,17 +174,18 @@ def evidence_for(
         return (
             f"{source} was not measured: no evidence to compare counts with; search on this device, or give --against"
         )
-    pairs = [*zip(runs, evidence, strict=False)]
-    changed = [run.prompt for run, known in pairs if run.prompt_sha256 != known.prompt_sha256]
-    reason = f"its evidence is about {profile.workload.name}"
-    if changed and workload.name == profile.workload.name:
-        reason = f"{len(changed)} of the first {len(evidence)} prompts have changed"
-    if not changed:
-        changed = [run.prompt for run, known in pairs if known.answer_key and run.answer_key != known.answer_key]
-        reason = f"the target's chat template, tokenizer, processor or generation config changes {len(changed)} of them"
+    changed = [
+        run.prompt
+        for run, known in zip(runs, evidence, strict=False)
+        if run.prompt_sha256 != known.prompt_sha256 or known.answer_key not in ("", run.answer_key)
+    ]
     if not changed:
         return evidence
-    reason = f"no evidence about these prompts of {workload.name}: {reason} (first: {changed[0]})"
+    reason = (
+        f"no evidence about these prompts of {workload.name}: {len(changed)} of the first {len(evidence)} are not those of the "
+        f"search on {profile.workload.name}, or the target's chat template, tokenizer, processor or generation config has "
+        f"changed (first: {changed[0]})"
+    )
     if settings.against is None and settings.min_speedup is None:
         raise NotComparable(f"{source} has {reason}; check the workload and the files of the search, or search again")
     return reason

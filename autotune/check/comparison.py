@@ -8,14 +8,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
-from autotune.check.checked import CheckedWorkload, Side
+from autotune.check.checked import CheckedBackend, CheckedWorkload, Side
 from autotune.check.gates import counts_gate, if_repeatable, skipped
 from autotune.check.result import BASE_COUNTS, TIME, Gate, GateVerdict, Timing
-from autotune.console import Console
 from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.deployment import RUNTIME
-from autotune.documents.fingerprint import Fingerprint
 from autotune.errors import NotComparable, UserError
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.not_slower import (
@@ -96,19 +94,12 @@ class LaunchedArm(Arm, AbstractContextManager["LaunchedArm"]):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Compares two sides on checked workloads.
-
-    Args:
-        rounding: why equal work may give other answers; empty if it may not.
-    """
+    """Compares two sides on the workloads that a backend has checked."""
 
     base: Side
     head: Side
     design: Design
-    hardware: Fingerprint
-    rounding: str
-    seed: int
-    console: Console
+    backend: CheckedBackend
 
     def counts_gate(self, checked: CheckedWorkload) -> Gate:
         """The gate on the head's counts compared with the base's."""
@@ -130,7 +121,7 @@ class Comparison:
             workload=name,
             source=self.base.label,
             tolerance=self.design.tolerance,
-            rounding=self.rounding,
+            rounding=self.backend.rounding,
         )
         return if_repeatable(gate, base_runs, lambda: self._base_runs(checked))
 
@@ -148,10 +139,12 @@ class Comparison:
         if base.key == head.key:
             same = f"{base.label} has the same code, models, required packages and choices: nothing to time"
             return Gate(name=TIME, workload=workload.name, verdict="passed", summary=same), None
-        key = content_key([base.key, base.label, head.key, workload.sha256, self.seed, self.hardware.key])
+        key = content_key(
+            [base.key, base.label, head.key, workload.sha256, self.backend.settings.seed, self.backend.hardware.key]
+        )
         ledger = CHECKS / f"{key}.jsonl"
-        must_agree = not self.rounding and base.profile.point.lossless and head.profile.point.lossless
-        rule = NotSlower(design, budget_s, self.seed, must_agree=must_agree)
+        must_agree = not self.backend.rounding and base.profile.point.lossless and head.profile.point.lossless
+        rule = NotSlower(design, budget_s, self.backend.settings.seed, must_agree=must_agree)
         measured = self._race(checked, rule, ArmRunner(ledger), budget_s)
         analysis = rule.analysis
         if analysis is None:
@@ -198,11 +191,13 @@ class Comparison:
         sides = {"base": self.base, "head": self.head}
         arms = [LaunchedArm(name, side.key, lambda side=side: side.launch(checked)) for name, side in sides.items()]  # type: ignore[misc]
         deadline = time.monotonic() + budget_s
-        stage = self.console.stage(f"pairs of {checked.workload.name}", self.design.max_pairs)
+        stage = self.backend.console.stage(f"pairs of {checked.workload.name}", self.design.max_pairs)
         with stage as update, arms[0], arms[1]:
             arms[0].rivals = arms[1].rivals = arms.copy()
             time_limit = TimeLimit(deadline, PAIRS_PER_LAUNCH)  # the first launch tells how long the others take
-            measured = race(runner, arms, prompts, rule, time_limit=time_limit, seed=self.seed, report=update)
+            measured = race(
+                runner, arms, prompts, rule, time_limit=time_limit, seed=self.backend.settings.seed, report=update
+            )
         for name, reason in measured.failed.items():
             raise UserError(f"the {name}, {sides[name].label}, cannot go on: {reason}")
         return measured

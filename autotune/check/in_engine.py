@@ -10,8 +10,8 @@ from autotune.check.checked import CheckedBackend, Side
 from autotune.check.comparison import require_comparable
 from autotune.check.gates import Difference, counts_gate
 from autotune.check.result import REPLAY, Gate
-from autotune.check.revision import base_of
 from autotune.check.settings import CheckSettings
+from autotune.check.versions import base_of
 from autotune.console import Console
 from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile

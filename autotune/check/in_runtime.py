@@ -13,8 +13,7 @@ import torch
 from autotune.check.checked import CheckedBackend, CheckedWorkload, Side
 from autotune.check.comparison import CHECKS, require_comparable
 from autotune.check.gates import Difference
-from autotune.check.revision import base_of
-from autotune.check.worker_process import PACKAGE, Version, WorkerProcess
+from autotune.check.versions import PACKAGE, Version, WorkerProcess, base_of
 from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import TUNED, DecodingProfile
 from autotune.evaluation.divergence import divergences_from_plain

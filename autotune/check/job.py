@@ -45,7 +45,7 @@ def run_check(settings: CheckSettings, console: Console, restore: Restore) -> Ch
         results = [workload.result for workload in checked]
         if sides is not None:
             design = Design(tolerance=settings.tolerance, limit=settings.limit, num_workloads=len(workloads))
-            comparison = Comparison(*sides, design, backend.hardware, backend.rounding, settings.seed, console)
+            comparison = Comparison(*sides, design, backend)
             timings = _compare(comparison, checked, gates, settings.budget_s)
             results = [
                 result.model_copy(update={"timing": timing}) for result, timing in zip(results, timings, strict=True)

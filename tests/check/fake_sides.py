@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
-from autotune.check.checked import CheckedWorkload, Side
+from autotune.check.checked import CheckedBackend, CheckedWorkload, Side
 from autotune.check.comparison import Comparison
 from autotune.console import Console
 from autotune.documents.decoded import Decoded
@@ -57,7 +58,9 @@ class World:
         for name, fields in (("base", base), ("head", {})):
             known: dict[str, Any] = {"label": f"the {name}", "key": name, "profile": profile, **fields}
             sides.append(Side(launch=lambda _, name=name: self.launch(name), **known))  # type: ignore[misc]
-        return Comparison(*sides, Design(), DEVICE, rounding, seed, Console())
+        settings = SimpleNamespace(seed=seed)
+        backend = SimpleNamespace(settings=settings, console=Console(), hardware=DEVICE, rounding=rounding)
+        return Comparison(*sides, Design(), cast(CheckedBackend, backend))
 
 
 @dataclass

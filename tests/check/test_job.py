@@ -16,7 +16,7 @@ from autotune.check import in_runtime, worker
 from autotune.check.job import run_check
 from autotune.check.result import BASE_COUNTS, COUNTS, LOSSLESS, SPEEDUP, TIME, CheckResult, Gate
 from autotune.check.settings import CheckSettings
-from autotune.check.worker_process import Version
+from autotune.check.versions import Version
 from autotune.console import Console
 from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import TUNED, DecodingProfile, Evidence
@@ -208,7 +208,7 @@ def test_prompts_without_evidence_are_not_comparable_without_another_gate(
     write_evidence(world)
     prompts = [{"prompt": "Something else.", "split": "evaluate", "max_new_tokens": 20}]
     write_workload(world, prompts, name="other.jsonl")
-    with pytest.raises(NotComparable, match=r"its evidence is about workload.jsonl"):
+    with pytest.raises(NotComparable, match=r"1 of the first 1 are not those of the search on workload.jsonl"):
         check("proven.json", workloads=("other.jsonl",))
     both = check("proven.json", workloads=("workload.jsonl", "other.jsonl"), min_speedup=0.001)
     assert [one.verdict for one in both.gates if one.name == COUNTS] == ["passed", "skipped"]
@@ -220,11 +220,14 @@ def test_prompts_without_evidence_are_not_comparable_without_another_gate(
         processor.chat_template = "Please: " + processor.chat_template
         return processor
 
-    with monkeypatch.context() as patch, pytest.raises(NotComparable, match=r"chat template, .* changes 2 of them"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(NotComparable, match=r"2 of the first 2 are .* chat template, .* has changed"),
+    ):
         patch.setattr(loading, "load_processor", repaired)
         check("proven.json")
     write_workload(world, prompts * 2)
-    with pytest.raises(NotComparable, match=r"prompts of workload.jsonl: 2 of the first 2 prompts have changed"):
+    with pytest.raises(NotComparable, match=r"prompts of workload.jsonl: 2 of the first 2 are not those of the search"):
         check("proven.json")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers.utils.logging import warning_once
 
 from autotune.evaluation import hf_generate as module
 from autotune.evaluation.hf_generate import hf_generate
@@ -61,16 +60,3 @@ def test_sampling_is_repeated_by_the_seed(text_pair: Pair, prompts: dict[str, In
 
     assert sample(temperature=1.0, seed=1) == sample(temperature=1.0, seed=1) != sample(temperature=1.0, seed=2)
     assert sample(temperature=1.0, seed=1) != sample(seed=1) == sample(seed=2)
-
-
-def test_it_is_quiet_and_leaves_transformers_as_it_was(
-    text_pair: Pair, prompts: dict[str, Inputs], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Assisted generation warns of how it calls itself, once in a process: here as if it never had."""
-    inputs = {"input_ids": prompts["text"]["input_ids"]}
-    warning_once.cache_clear()
-    hf_generate(text_pair.target, inputs, max_new_tokens=4, assistant=text_pair.draft)
-    assert not caplog.records
-    warning_once.cache_clear()
-    text_pair.target.generate(**inputs, max_new_tokens=4, assistant_model=text_pair.draft)
-    assert caplog.records, "nothing to be quiet about"
