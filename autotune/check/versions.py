@@ -122,7 +122,7 @@ def _git(against: str, folder: Path, *arguments: str) -> str:
         ).stdout.strip()
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
         raise UserError(
-            f"--against {against}: neither a file nor a revision of a git repository around this folder "
+            f"--against {against}: neither a file nor a git revision of a repository around this folder "
             f"(git {arguments[0]} failed: {error}); give a profile, correct the name, or fetch the revision first (CI often "
             "fetches the last commit only)"
         ) from None

@@ -124,7 +124,7 @@ def test_an_unknown_revision_is_refused(
         monkeypatch.chdir(tmp_path)
     if missing == "git":
         monkeypatch.setenv("PATH", "")
-    message = r"^--against mian: neither a file nor a revision of a git repository around this folder[^\n]*fetch[^\n]*$"
+    message = r"^--against mian: neither a file nor a git revision of a repository around this folder[^\n]*fetch[^\n]*$"
     with pytest.raises(UserError, match=message), opened("mian", "profile.json"):
         pass
 
