@@ -50,16 +50,17 @@ def require_comparable(base: DecodingProfile, head: DecodingProfile, label: str)
     Raises:
         NotComparable: the profiles are of other models, precisions, devices or backends.
     """
-    for aspect, of_base, of_head in (
-        ("backend", base.backend, head.backend),
-        ("target", f"{base.target.id} ({base.target.sha256})", f"{head.target.id} ({head.target.sha256})"),
-        ("precision", base.precision, head.precision),
-        ("device", base.hardware.key, head.hardware.key),
+    for aspect, of_base, of_head, is_same in (
+        ("backend", base.backend, head.backend, base.backend == head.backend),
+        ("target", base.target.id, head.target.id, base.target.sha256 == head.target.sha256),
+        ("precision", base.precision, head.precision, base.precision == head.precision),
+        ("device", base.hardware.key, head.hardware.key, base.hardware.key == head.hardware.key),
     ):
-        if of_base != of_head:
+        if not is_same:
+            weights = " with other weights" if of_base == of_head else ""
             raise NotComparable(
-                f"--against {label}: its {aspect} is {of_base}, that of the checked profile is {of_head}; compare profiles "
-                f"with the same {aspect}"
+                f"--against {label}: its {aspect} is {of_base}{weights}, that of the checked profile is {of_head}; compare "
+                f"profiles with the same {aspect}"
             )
 
 
