@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from autotune.check.checked import CheckedBackend, Side
+from autotune.check.checked import CheckedBackend, CheckedWorkload, Side
 from autotune.check.comparison import require_comparable
 from autotune.check.gates import Difference, counts_gate
 from autotune.check.result import REPLAY, Gate
@@ -38,17 +38,21 @@ class CheckedEngine(CheckedBackend):
         self.precision, self.hardware = self.backend.precision, cpu_fingerprint(num_cores())
 
     def load(self) -> None:
-        configuration = speculation_of(self.profile)
-        with ExitStack() as stack:
-            self.arms = [stack.enter_context(self.backend.arm(None))]
-            if configuration is not None:
-                self.arms.append(stack.enter_context(self.backend.arm(configuration)))
-            self.servers = stack.pop_all()
-        for name, arm in zip((AR, TUNED), self.arms, strict=False):
-            arm.name = name
+        """Nothing: every workload has new servers."""
 
     def close(self) -> None:
-        self.servers.close()
+        """Nothing: a checked workload has stopped its servers."""
+
+    def check(self, workload: Workload, folder: Path) -> CheckedWorkload:
+        """Check a workload in new servers, whose drafts follow from its answers alone."""
+        configuration = speculation_of(self.profile)
+        with ExitStack() as self.servers:
+            self.arms = [self.servers.enter_context(self.backend.arm(None))]
+            if configuration is not None:
+                self.arms.append(self.servers.enter_context(self.backend.arm(configuration)))
+            for name, arm in zip((AR, TUNED), self.arms, strict=False):
+                arm.name = name
+            return super().check(workload, folder)
 
     def prepared(self, workload: Workload) -> Workload:
         return workload.first_turns()
@@ -71,6 +75,7 @@ class CheckedEngine(CheckedBackend):
         configuration = speculation_of(self.profile)
         if configuration is None or configuration.model:
             return []
+        self.servers.close()  # recording starts a server of its own
         recorded = self.backend.record(workload.prompts)
         replayed = self.backend.replay(configuration, recorded).counts
         predicted = [_counted(answer, *counts) for answer, counts in zip(recorded.answers, replayed, strict=True)]

@@ -47,6 +47,7 @@ class FakeEngine:
     deployment: Any = None
     commands: list[str | None] = field(default_factory=list)
     started: list[str] = field(default_factory=list)
+    running: int = 0
 
     def __call__(self, profile: DecodingProfile, *, command: str | None, console: Console) -> Backend:
         self.commands.append(command)
@@ -56,6 +57,7 @@ class FakeEngine:
         return cast(Backend, replace(self, deployment=deployment))
 
     def record(self, prompts: Sequence[WorkloadPrompt]) -> Any:
+        assert self.running == 0, "recording starts a server of its own"
         return SimpleNamespace(answers=[FakeServer(self, "off").decode(prompt) for prompt in prompts])
 
     def replay(self, configuration: Any, recorded: Any) -> Any:
@@ -64,7 +66,9 @@ class FakeEngine:
     @contextmanager
     def arm(self, configuration: Speculation | None) -> Iterator[Arm]:
         self.started.append(self.deployment.command[-1] if configuration else "off")
+        self.running += 1
         yield FakeServer(self, self.started[-1])
+        self.running -= 1
 
     def deploy(self, configuration: Speculation | None) -> Deployment:
         return cast(Deployment, self.deployment)
@@ -144,6 +148,14 @@ def test_a_profile_that_decodes_plainly_needs_one_server(world: Path) -> None:
     found = check(engine)
     assert [gate.verdict for gate in found.gates] == ["passed", "skipped"] and engine.started == ["off"]
     assert found.workloads[0].speedup == 1.0
+
+
+def test_every_workload_has_new_servers(world: Path) -> None:
+    """Drafts follow from earlier answers."""
+    engine = FakeEngine()
+    (world / "other.jsonl").write_bytes((world / "workload.jsonl").read_bytes())
+    assert check(engine, workloads=("workload.jsonl", "other.jsonl")).verdict == "passed"
+    assert engine.started == ["off", "tuned"] * 2
 
 
 @pytest.mark.parametrize(
