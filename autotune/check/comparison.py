@@ -1,18 +1,16 @@
-"""Base and head: the two sides of a comparison, their counts and their times. Loads no torch."""
+"""Base and head: the two sides of ``--against``, their counts and their times. Loads no torch."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
-from autotune.check.counts import counts_gate
-from autotune.check.decoded_workload import DecodedWorkload
-from autotune.check.launched_arm import LaunchedArm
+from autotune.check.checked import CheckedBackend, CheckedWorkload, Side
+from autotune.check.gates import counts_gate, if_repeatable, skipped
 from autotune.check.result import BASE_COUNTS, TIME, Gate, GateVerdict, Timing
-from autotune.console import Console
 from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.deployment import RUNTIME
@@ -21,7 +19,6 @@ from autotune.evaluation.arms import Arm
 from autotune.evaluation.not_slower import (
     PAIRS_PER_LAUNCH,
     Design,
-    InterimAnalysis,
     NotSlower,
     Verdict,
     estimate,
@@ -31,26 +28,18 @@ from autotune.evaluation.not_slower import (
 from autotune.evaluation.race import Race, TimeLimit, race
 from autotune.evaluation.runner import ArmRunner
 from autotune.files import WORKSPACE, content_key
+from autotune.workloads.prompt import WorkloadPrompt
 
 CHECKS = WORKSPACE / "checks"
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A side of a comparison."""
-
-    label: str
-    """For people: a commit, or a profile's path."""
-    key: str
-    """Hash of all that its speed follows from, apart from the machine."""
-    profile: DecodingProfile
-    launch: Callable[[DecodedWorkload], AbstractContextManager[Arm]]
-    """Starts a process that decodes the prompts of a workload."""
-
-    @property
-    def trees(self) -> object:
-        """The choices from which counts follow."""
-        return self.profile.point.model_dump(exclude={"predicted", "measured", "fallback"})
+VERDICTS: dict[Verdict, tuple[GateVerdict, str]] = {
+    Verdict.FAIL: ("failed", "slower by more than {tolerance:g} % (p = {p_within:.2g})"),
+    Verdict.PASS: ("passed", "not slower by {limit:g} % (p = {p_beyond:.2g})"),
+    Verdict.CONTINUE: (
+        "inconclusive",
+        "undecided at the last analysis; the machine is too noisy for this limit, or the slowdown is between tolerance and "
+        "limit",
+    ),
+}
 
 
 def require_comparable(base: DecodingProfile, head: DecodingProfile, label: str) -> None:
@@ -70,78 +59,103 @@ def require_comparable(base: DecodingProfile, head: DecodingProfile, label: str)
         if not is_same:
             weights = " with other weights" if of_base == of_head else ""
             raise NotComparable(
-                f"--against {label}: its {aspect} is {of_base}{weights}, that of the checked profile is {of_head}; "
-                f"compare profiles with the same {aspect}"
+                f"--against {label}: its {aspect} is {of_base}{weights}, that of the checked profile is {of_head}; compare "
+                f"profiles with the same {aspect}"
             )
+
+
+class LaunchedArm(Arm, AbstractContextManager["LaunchedArm"]):
+    """An arm in a new process for each block of a race, because a process may be slow for as long as it lives."""
+
+    _arm: Arm  # since the first ``prepare``
+
+    def __init__(self, name: str, key: str, launch: Callable[[], AbstractContextManager[Arm]]) -> None:
+        self.name, self.key, self.launch = name, f"{name}-{key}", launch
+        self.rivals = [self]
+        """Arms that are started together, and take turns in being the first."""
+        self._process = ExitStack()
+        self._is_new = False  # has decoded nothing but warm-ups
+
+    def __exit__(self, *_: object) -> None:
+        self._process.close()
+
+    def prepare(self, prompts: Sequence[WorkloadPrompt]) -> None:
+        if not self._is_new:  # else a rival has started this one
+            for rival in self.rivals:
+                rival._process.close()
+                rival._arm = rival._process.enter_context(rival.launch())
+                rival._is_new = True
+            self.rivals.reverse()
+        self._arm.prepare(prompts[:PAIRS_PER_LAUNCH])
+
+    def decode(self, prompt: WorkloadPrompt) -> Decoded:
+        self._is_new = False
+        return self._arm.decode(prompt).model_copy(update={"arm": self.key})
 
 
 @dataclass(frozen=True)
 class Comparison:
-    base: Contender
-    head: Contender
+    """Compares two sides on the workloads that a backend has checked."""
+
+    base: Side
+    head: Side
     design: Design
-    seed: int
-    console: Console
+    backend: CheckedBackend
 
-    def counts_gate(self, decoded: DecodedWorkload) -> Gate:
-        """The gate on the head's counts compared with the base's, measured now on the same device.
-
-        The base decodes every prompt once, and again if that shows a regression, which counts only if the base repeats.
-        """
-        if self.base.trees != self.head.trees:
-            return decoded.skipped_gate(
-                BASE_COUNTS, "the profiles choose other drafts, trees or commands: time decides"
-            )
+    def counts_gate(self, checked: CheckedWorkload) -> Gate:
+        """The gate on the head's counts compared with the base's."""
+        name = checked.workload.name
         if self.head.profile.backend != RUNTIME:
-            return decoded.skipped_gate(BASE_COUNTS, "an engine's counts are compared with the profile's evidence")
-        if decoded.not_repeated:
-            return decoded.not_repeated_gate(BASE_COUNTS)
-        base = self._base_runs(decoded)
+            return skipped(BASE_COUNTS, name, "an engine's counts are compared with the profile's evidence")
+        choices = [
+            side.profile.point.model_dump(exclude={"predicted", "measured", "fallback"})
+            for side in (self.base, self.head)
+        ]
+        if choices[0] != choices[1]:
+            return skipped(BASE_COUNTS, name, "the sides decode with other trees")
+        base_runs = self._base_runs(checked)
         gate = counts_gate(
-            decoded.runs,
-            base,
-            decoded.prices,
+            checked.runs,
+            base_runs,
+            self.head.profile.point.fallback,
             name=BASE_COUNTS,
-            workload=decoded.workload.name,
+            workload=name,
             source=self.base.label,
             tolerance=self.design.tolerance,
-            different_answer_reason=decoded.rounding or None,
+            rounding=self.backend.rounding,
         )
-        again = self._base_runs(decoded) if gate.verdict == "failed" else base
-        if [run.counts for run in again] != [run.counts for run in base]:
-            return decoded.skipped_gate(BASE_COUNTS, f"the counts of {self.base.label} are not reproducible")
-        return gate
+        return if_repeatable(gate, base_runs, lambda: self._base_runs(checked))
 
-    def _base_runs(self, decoded: DecodedWorkload) -> list[Decoded]:
-        with self.base.launch(decoded) as arm:
-            return [arm.decode(prompt) for prompt in decoded.workload.prompts]
+    def _base_runs(self, checked: CheckedWorkload) -> list[Decoded]:
+        with self.base.launch(checked) as arm:
+            return [arm.decode(prompt) for prompt in checked.workload.prompts]
 
-    def time_gate(self, decoded: DecodedWorkload, *, budget_s: float) -> tuple[Gate, Timing | None]:
+    def time_gate(self, checked: CheckedWorkload, *, budget_s: float) -> tuple[Gate, Timing | None]:
         """The gate on the head's time compared with the base's.
 
         Raises:
             UserError: a side cannot go on.
         """
-        base, head, workload = self.base, self.head, decoded.workload
+        base, head, workload, design = self.base, self.head, checked.workload, self.design
         if base.key == head.key:
             same = f"{base.label} has the same code, models, required packages and choices: nothing to time"
             return Gate(name=TIME, workload=workload.name, verdict="passed", summary=same), None
-        key = content_key([base.key, base.label, head.key, workload.sha256, self.seed, decoded.hardware.key])
+        key = content_key(
+            [base.key, base.label, head.key, workload.sha256, self.backend.settings.seed, self.backend.hardware.key]
+        )
         ledger = CHECKS / f"{key}.jsonl"
-        are_lossless = base.profile.point.lossless and head.profile.point.lossless
-        rule = NotSlower(self.design, budget_s, self.seed, must_agree=not decoded.rounding and are_lossless)
-        measured = self._race(decoded, rule, ArmRunner(ledger), budget_s)
-        if rule.analysis is None:
-            num_pairs, needed_s = self.design.analyses[0], budget_s - rule.left_s + rule.needed_s
+        must_agree = not self.backend.rounding and base.profile.point.lossless and head.profile.point.lossless
+        rule = NotSlower(design, budget_s, self.backend.settings.seed, must_agree=must_agree)
+        measured = self._race(checked, rule, ArmRunner(ledger), budget_s)
+        analysis = rule.analysis
+        if analysis is None:
+            needed_s = budget_s - rule.left_s + rule.needed_s
             summary = (
-                f"--budget {budget_s:.0f}s: the first analysis, at {num_pairs} pairs, takes about {needed_s:.0f} s here; give "
-                f"--budget {math.ceil(1.2 * needed_s / 60)}m (the {len(measured.runs['base'])} pairs so far are kept)"
+                f"--budget {budget_s:.0f}s: the first analysis, at {design.analyses[0]} pairs, takes about {needed_s:.0f} s "
+                f"here; give --budget {math.ceil(1.2 * needed_s / 60)}m (the {len(measured.runs['base'])} pairs so far are "
+                "kept)"
             )
             return Gate(name=TIME, workload=workload.name, verdict="inconclusive", summary=summary), None
-        analysis = rule.analysis
-        is_out_of_time = analysis.verdict is Verdict.CONTINUE and analysis.num_pairs < self.design.max_pairs
-        if not is_out_of_time:  # the next check must measure again
-            ledger.rename(ledger.with_name(f"{ledger.stem}-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"))
         base_runs, head_runs = (measured.runs[name][: analysis.num_pairs] for name in ("base", "head"))
         slowdown, ci95 = estimate(log_ratios(base_runs, head_runs), launches_of(analysis.num_pairs))
         timing = Timing(
@@ -154,49 +168,36 @@ class Comparison:
             base_ms=[run.decode_ms for run in base_runs],
             head_ms=[run.decode_ms for run in head_runs],
         )
-        verdict, reason = self._verdict(analysis, is_out_of_time=is_out_of_time)
-        low, high = ci95
-        change = f"head {100 * slowdown:+.1f} % time ({100 * low:+.1f} to {100 * high:+.1f} %)"
-        summary = f"{change} after {analysis.num_pairs} pairs: {reason}"
+        verdict, reason = VERDICTS[analysis.verdict]
+        if analysis.verdict is Verdict.CONTINUE and analysis.num_pairs < design.max_pairs:
+            reason = "the budget ended before the next analysis; raise --budget, and the pairs so far count"
+        else:
+            ledger.unlink()  # the next check measures again
+        reason = reason.format(
+            tolerance=100 * design.tolerance,
+            limit=100 * design.limit,
+            p_within=timing.p_within_tolerance,
+            p_beyond=timing.p_beyond_limit,
+        )
+        interval = f"{100 * ci95[0]:+.1f} to {100 * ci95[1]:+.1f} %"
+        summary = f"head {100 * slowdown:+.1f} % time ({interval}) after {analysis.num_pairs} pairs: {reason}"
         return Gate(name=TIME, workload=workload.name, verdict=verdict, summary=summary), timing
 
-    def _verdict(self, analysis: InterimAnalysis, *, is_out_of_time: bool) -> tuple[GateVerdict, str]:
-        """The verdict of the last analysis, and its reason."""
-        if analysis.verdict is Verdict.FAIL:
-            p = float(analysis.p_within_tolerance)
-            return "failed", f"slower by more than {100 * self.design.tolerance:g} % (p = {p:.2g})"
-        if analysis.verdict is Verdict.PASS:
-            return "passed", f"not slower by {100 * self.design.limit:g} % (p = {float(analysis.p_beyond_limit):.2g})"
-        if is_out_of_time:
-            return (
-                "inconclusive",
-                "the budget ended before the next analysis; raise --budget, and the pairs so far count",
-            )
-        return "inconclusive", (
-            "undecided at the last analysis; the machine is too noisy for this limit, or the slowdown is between "
-            "tolerance and limit"
-        )
-
-    def _race(self, decoded: DecodedWorkload, rule: NotSlower, runner: ArmRunner, budget_s: float) -> Race:
+    def _race(self, checked: CheckedWorkload, rule: NotSlower, runner: ArmRunner, budget_s: float) -> Race:
         prompts = [
             prompt
-            for prompt, run in zip(decoded.workload.prompts, decoded.runs, strict=True)
+            for prompt, run in zip(checked.workload.prompts, checked.runs, strict=True)
             if run.new_tokens > 1  # else there is no time after the first token
         ]
         sides = {"base": self.base, "head": self.head}
-        arms = [LaunchedArm(name, side.key, lambda side=side: side.launch(decoded)) for name, side in sides.items()]  # type: ignore[misc]
+        arms = [LaunchedArm(name, side.key, lambda side=side: side.launch(checked)) for name, side in sides.items()]  # type: ignore[misc]
         deadline = time.monotonic() + budget_s
-        stage = self.console.stage(f"pairs of {decoded.workload.name}", self.design.max_pairs)
+        stage = self.backend.console.stage(f"pairs of {checked.workload.name}", self.design.max_pairs)
         with stage as update, arms[0], arms[1]:
             arms[0].rivals = arms[1].rivals = arms.copy()
+            time_limit = TimeLimit(deadline, PAIRS_PER_LAUNCH)  # the first launch tells how long the others take
             measured = race(
-                runner,
-                arms,
-                prompts,
-                rule,
-                time_limit=TimeLimit(deadline, PAIRS_PER_LAUNCH),  # the first launch tells how long the others take
-                seed=self.seed,
-                report=lambda done, total: update(done, total, ""),
+                runner, arms, prompts, rule, time_limit=time_limit, seed=self.backend.settings.seed, report=update
             )
         for name, reason in measured.failed.items():
             raise UserError(f"the {name}, {sides[name].label}, cannot go on: {reason}")

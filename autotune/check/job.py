@@ -1,17 +1,17 @@
-"""``autotune check``: exact gates first, which have no noise; then, if they leave it open, time."""
+"""``autotune check``: exact gates first, which have no noise; then, if they leave it open, time. Loads no torch."""
 
 from __future__ import annotations
 
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
+from autotune.check.checked import CheckedBackend, CheckedWorkload
 from autotune.check.comparison import Comparison
-from autotune.check.decoded_workload import DecodedWorkload
-from autotune.check.evidence import evidence_for
-from autotune.check.in_engine import Restore, decode_in_engine, open_engines
+from autotune.check.gates import skipped
+from autotune.check.in_engine import CheckedEngine, Restore
 from autotune.check.output import junit
 from autotune.check.result import TIME, CheckResult, Gate, Timing, verdict_of
 from autotune.check.settings import CheckSettings
@@ -24,7 +24,7 @@ from autotune.files import write_bytes
 from autotune.workloads.workload import Workload, load_workload
 
 
-def run_check(settings: CheckSettings, console: Console, restore: Restore | None = None) -> CheckResult:
+def run_check(settings: CheckSettings, console: Console, restore: Restore) -> CheckResult:
     """Check a profile, and print the result.
 
     Args:
@@ -34,38 +34,31 @@ def run_check(settings: CheckSettings, console: Console, restore: Restore | None
     profile = DecodingProfile.load(settings.profile)
     names = settings.workloads or [workload_beside(settings.profile, profile.workload.name)]
     workloads = [_evaluated(name, profile, settings) for name in names]
+    backend = _backend(settings, profile, console, restore)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="autotune-check-")))
-        if profile.backend == RUNTIME:
-            from autotune.check.in_runtime import decode_in_runtime, open_workers
-
-            sides = stack.enter_context(open_workers(settings, folder)) if settings.against else None
-            decoded = decode_in_runtime(settings, profile, workloads, folder, console)
-        else:
-            located = profile.located(settings.profile)
-            assert restore is not None
-            backend = restore(located, command=settings.engine_command, console=console)
-            sides = open_engines(settings, located, backend, restore, folder, console) if settings.against else None
-            evidence = [evidence_for(profile, workload, settings) for workload in workloads]
-            decoded = [
-                decode_in_engine(located, workload, known, backend, settings.seed, console)
-                for workload, known in zip(workloads, evidence, strict=True)
-            ]
-        gates = [gate for one in decoded for gate in _local_gates(settings, one)]
-        timings: list[Timing | None] = [None] * len(decoded)
+        sides = stack.enter_context(backend.sides(folder)) if settings.against else None
+        backend.load()
+        with closing(backend):
+            checked = [backend.check(workload, folder) for workload in workloads]
+        gates = [gate for workload in checked for gate in workload.gates]
+        results = [workload.result for workload in checked]
         if sides is not None:
             design = Design(tolerance=settings.tolerance, limit=settings.limit, num_workloads=len(workloads))
-            comparison = Comparison(*sides, design, settings.seed, console)
-            timings = _compare(comparison, decoded, gates, settings.budget_s)
+            comparison = Comparison(*sides, design, backend)
+            timings = _compare(comparison, checked, gates, settings.budget_s)
+            results = [
+                result.model_copy(update={"timing": timing}) for result, timing in zip(results, timings, strict=True)
+            ]
     verdict, code = verdict_of(gates, inconclusive_fails=settings.on_inconclusive == "fail")
     result = CheckResult(
         provenance=stamp(),
         profile=str(settings.profile),
-        hardware=decoded[0].hardware,
+        hardware=backend.hardware,
         target=profile.target,
         lossless=profile.point.lossless,
         against=None if sides is None else sides[0].label,
-        workloads=[one.result(timing) for one, timing in zip(decoded, timings, strict=True)],
+        workloads=results,
         gates=gates,
         verdict=verdict,
         exit_code=code,
@@ -80,40 +73,42 @@ def run_check(settings: CheckSettings, console: Console, restore: Restore | None
     return result
 
 
+def _backend(settings: CheckSettings, profile: DecodingProfile, console: Console, restore: Restore) -> CheckedBackend:
+    if profile.backend != RUNTIME:
+        return CheckedEngine(settings, profile, console, restore)
+    from autotune.check.in_runtime import CheckedRuntime
+
+    return CheckedRuntime(settings, profile, console)
+
+
 def _evaluated(name: str, profile: DecodingProfile, settings: CheckSettings) -> Workload:
     """The held-out prompts of a workload; the prompts of the profile's own workload as its search decoded them."""
-    workload = load_workload(name, "evaluate", num_prompts=settings.num_prompts, format=settings.workload_format)
     given = settings.chat_template_kwargs
-    searched, asked = (
-        one.with_variables(profile.chat_template_kwargs if given is None else given).cut(
-            settings.num_prompts, settings.max_new_tokens
-        )
-        for one in (workload.as_searched(profile.workload), workload)
+    workload = load_workload(
+        name, "evaluate", num_prompts=settings.num_prompts, format=settings.workload_format
+    ).with_variables(profile.chat_template_kwargs if given is None else given)
+    asked, searched = (
+        prompts.cut(settings.num_prompts, settings.max_new_tokens)
+        for prompts in (workload, workload.as_searched(profile.workload))
     )
     known = {prompt.prompt_sha256 for prompt in profile.evidence.prompts}
     is_own = workload.name == profile.workload.name or any(prompt.sha256 in known for prompt in searched.prompts)
     return searched if is_own else asked  # the same prompts may be in a file of another name
 
 
-def _local_gates(settings: CheckSettings, decoded: DecodedWorkload) -> list[Gate]:
-    """The gates that need no base."""
-    gates = [decoded.lossless_gate(), decoded.counts_gate(settings.tolerance), *decoded.gates]
-    return gates if settings.min_speedup is None else [*gates, decoded.speedup_gate(settings.min_speedup)]
-
-
 def _compare(
-    comparison: Comparison, decoded: Sequence[DecodedWorkload], gates: list[Gate], budget_s: float
+    comparison: Comparison, checked: Sequence[CheckedWorkload], gates: list[Gate], budget_s: float
 ) -> list[Timing | None]:
     """Compare counts with the base, then times if no gate has failed. Adds the gates to ``gates``."""
     if not has_failed(gates):
-        gates += [comparison.counts_gate(one) for one in decoded]
+        gates += [comparison.counts_gate(workload) for workload in checked]
     if has_failed(gates):
-        gates += [one.skipped_gate(TIME, "decided without timing") for one in decoded]
-        return [None] * len(decoded)
-    deadline = time.monotonic() + budget_s
-    timings = []
-    for number, one in enumerate(decoded):
-        gate, timing = comparison.time_gate(one, budget_s=(deadline - time.monotonic()) / (len(decoded) - number))
+        gates += [skipped(TIME, one.workload.name, "decided without timing") for one in checked]
+        return [None] * len(checked)
+    deadline, timings = time.monotonic() + budget_s, []
+    for number, workload in enumerate(checked):
+        left_s = (deadline - time.monotonic()) / (len(checked) - number)
+        gate, timing = comparison.time_gate(workload, budget_s=left_s)
         gates.append(gate)
         timings.append(timing)
     return timings
@@ -125,12 +120,10 @@ def has_failed(gates: Sequence[Gate]) -> bool:
 
 def print_result(result: CheckResult, console: Console) -> None:
     for gate in result.gates:
-        console.say(str(gate))
-        for detail in gate.details:
-            console.say(f"  {detail}")
+        console.say("\n  ".join([str(gate), *gate.details]))
     for workload in result.workloads:
         console.say(
             f"{workload.name}: speedup {workload.speedup:.2f}x ({workload.ci95[0]:.2f}-{workload.ci95[1]:.2f}), "
             f"{workload.identical_outputs}/{workload.num_prompts} outputs identical"
         )
-    console.say(result.verdict)
+    console.say(f"{result.verdict}{'' if result.lossless else ' (LOSSY profile)'}")

@@ -73,7 +73,7 @@ class CheckResult(Document, kind="check-result", made_by="autotune check"):
     hardware: Fingerprint
     target: ModelReference
     lossless: bool
-    """Whether all points of the profile are lossless."""
+    """Whether the profile is."""
     against: str | None
     workloads: list[WorkloadResult]
     gates: list[Gate]

@@ -19,55 +19,39 @@ import traceback
 from typing import Any, TextIO
 
 
-class Stopwatch:
-    """A streamer for ``generate`` that notes when the first and the last token came.
+class Stopwatch(list[float]):
+    """A streamer for ``generate``: the times at which the prompt and new tokens came, and at which the answer ended.
 
     It has its own clock, because the clock of the code under test may be what a change has changed.
     """
 
-    def __init__(self) -> None:
-        self.put_s: list[float] = []
-        self.ended_s = 0.0
-
     def put(self, _: Any) -> None:
-        self.put_s.append(time.perf_counter())
+        self.append(time.perf_counter())
 
     def end(self) -> None:
-        self.ended_s = time.perf_counter()
-
-    @property
-    def decode_ms(self) -> float:
-        """From the first token to the last."""
-        return 1e3 * (self.ended_s - self.put_s[1])  # the first call passes the prompt
+        self.append(time.perf_counter())
 
 
-class SideDecoder:
-    def __init__(self, profile: str, options: dict[str, Any]) -> None:
-        import autotune
+def decode(decoder: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """Time, counts and a hash of the tokens of one prompt, decoded with the profile."""
+    from safetensors.torch import load_file
 
-        self.package = os.path.dirname(os.path.abspath(autotune.__file__))
-        self.decoder = autotune.load(profile, **options)
-
-    def decode(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Time, counts and a hash of the tokens of one prompt, decoded with the profile."""
-        from safetensors.torch import load_file
-
-        inputs = load_file(request["inputs"], device=str(self.decoder.target_model.device))
-        gc.collect()  # else one prompt would pay for the garbage of another
-        watch = Stopwatch()
-        output = self.decoder.generate(**inputs, **request["settings"], streamer=watch)
-        stats = output.stats
-        tokens = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-        return {
-            "decode_ms": watch.decode_ms,
-            "new_tokens": len(tokens),
-            "tokens_sha256": hashlib.sha256(repr(tokens).encode()).hexdigest()[:16],
-            "target_forwards": stats.target_forwards,
-            "draft_forwards": stats.draft_forwards,
-            "plain_steps": stats.plain_steps,
-            "verified_nodes": sum(stats.verified_nodes),
-            "accepted_lengths": list(stats.accepted_lengths),
-        }
+    inputs = load_file(request["inputs"], device=str(decoder.target_model.device))
+    gc.collect()  # else one prompt would pay for the garbage of another
+    watch = Stopwatch()
+    output = decoder.generate(**inputs, **request["settings"], streamer=watch)
+    stats = output.stats
+    tokens = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    return {
+        "decode_ms": 1e3 * (watch[-1] - watch[1]),  # from the first token
+        "new_tokens": len(tokens),
+        "tokens_sha256": hashlib.sha256(repr(tokens).encode()).hexdigest()[:16],
+        "target_forwards": stats.target_forwards,
+        "draft_forwards": stats.draft_forwards,
+        "plain_steps": stats.plain_steps,
+        "verified_nodes": sum(stats.verified_nodes),
+        "accepted_lengths": list(stats.accepted_lengths),
+    }
 
 
 def serve(requests: TextIO, answers: TextIO, settings: dict[str, Any]) -> None:
@@ -78,10 +62,12 @@ def serve(requests: TextIO, answers: TextIO, settings: dict[str, Any]) -> None:
         answers.flush()
 
     try:
-        side = SideDecoder(settings["profile"], settings["options"])
-        answer(ready=side.package)
+        import autotune
+
+        decoder = autotune.load(settings["profile"], **settings["options"])
+        answer(ready=os.path.dirname(os.path.abspath(autotune.__file__)))
         for line in requests:
-            answer(**side.decode(json.loads(line)))
+            answer(**decode(decoder, json.loads(line)))
     except BrokenPipeError:  # the parent has ended
         pass
     except Exception as error:

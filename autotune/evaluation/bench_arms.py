@@ -19,15 +19,37 @@ from autotune.evaluation.bench_tables import is_lossy_arm
 from autotune.evaluation.runtime_arms import DecoderArm, HuggingFaceArm, RuntimeArms
 from autotune.modeling.loading import Dtype
 from autotune.runtime.load import load
-from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import Workload
+
+
+def published(arms: RuntimeArms, name: str) -> Arm:
+    """Decodes by a published configuration.
+
+    Raises:
+        UserError: there is no draft, or it and the target decode chains only.
+    """
+    if arms.decoder.draft is None and arms.draft_of is None:
+        raise UserError("the profile decodes without a draft; name a --draft")
+    return arms.arm(name, NAMED[name])
+
+
+def assisted(arms: RuntimeArms) -> Arm:
+    """Hugging Face's assisted generation by the profile's draft.
+
+    Raises:
+        UserError: the draft is no whole model.
+    """
+    if (assistant := assistant_of(arms)) is None:
+        raise UserError("the profile has no draft that generate takes as its assistant_model")
+    return HuggingFaceArm(HF_ASSISTED, arms, assistant)
+
 
 ARMS: dict[str, Callable[[RuntimeArms], Arm]] = {
     AR: lambda arms: arms.plain,
     HF: lambda arms: HuggingFaceArm(HF, arms),
-    HF_ASSISTED: lambda arms: HuggingFaceArm(HF_ASSISTED, arms, assistant_of(arms)),
+    HF_ASSISTED: assisted,
     PROMPT_LOOKUP: RuntimeArms.prompt_lookup,
-    **{name: partial(RuntimeArms.arm, name=name, configuration=tree) for name, tree in NAMED.items()},
+    **{name: partial(published, name=name) for name in NAMED},
 }
 """Makers of the arms that a profile can be compared with, by the names in ``ARM_NAMES``."""
 
@@ -50,17 +72,9 @@ def runtime_arms(
         names: in ``ARM_NAMES``; None compares with those of ``COMPARED`` that can run.
         draft: of the published configurations; None: the profile's.
         dtype: of the target; None: the profile's.
-
-    Raises:
-        UserError: a published configuration was asked for without a draft.
     """
     decoder = load(profile, device=device, dtype=dtype, context_tokens=0, console=console)  # warm-ups capture
     prompts = prompts.fitting(decoder.processor, decoder.target.max_context, console.say)
-    if decoder.draft is None and draft is None and any(name in NAMED for name in names or ()):
-        raise UserError(
-            "this profile decodes without a draft, so trees cannot be compared with it; "
-            f"bench it --arms {AR},{HF},{PROMPT_LOOKUP}, or name a --draft"
-        )
     own_draft = None if draft is None else load_draft(draft, decoder.target)
     assert decoder.profile is not None
     is_lossy = any(map(is_lossy_arm, names or ())) or not decoder.profile.point.lossless
@@ -74,22 +88,16 @@ def runtime_arms(
 
 def choose_arms(names: Sequence[str], arms: RuntimeArms, prompts: Workload) -> BenchArms:
     """The arms of these names that can run, each once, in this order."""
-    chosen, decoder = BenchArms([], prompts), arms.decoder
-    has_states = decoder.target.has_states or (decoder.draft is not None and decoder.draft.has_states)
+    chosen, mode = BenchArms([], prompts), arms.decoder.mode
     for name in dict.fromkeys(names):
-        has_draft = decoder.draft is not None or (arms.draft_of is not None and name in NAMED)
-        if not has_draft and (name in NAMED or name == HF_ASSISTED):
-            chosen.unavailable[name] = "the profile decodes without a draft"
-        elif name in NAMED and not parse_policy(NAMED[name].tree).is_chain and has_states:
-            states = "recurrent or convolution states follow one path, so that only chains are decoded"
-            chosen.unavailable[name] = states
-        elif name == HF_ASSISTED and assistant_of(arms) is None:
-            chosen.unavailable[name] = "the profile's draft is no model that generate takes as its assistant_model"
-        else:
+        try:
             chosen.arms.append(ARMS[name](arms))
-    if HF in names and decoder.mode != EAGER:
-        eager = f"generate runs eagerly, so that gains over it include that of mode {decoder.mode}"
-        chosen.notes[HF] = f"{eager}; gains over {AR} do not"
+        except UserError as error:
+            chosen.unavailable[name] = str(error)
+    if HF in names and mode != EAGER:
+        chosen.notes[HF] = (
+            f"generate runs eagerly, so that gains over it include that of mode {mode}; over {AR}, they do not"
+        )
     return chosen
 
 

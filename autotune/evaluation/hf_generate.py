@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,7 +55,6 @@ def hf_generate(
     torch.manual_seed(seed)
     with (
         torch.inference_mode(),
-        _quiet(),
         timed_vision(model) as vision,
         timed_forwards([model], model.device, first_only=True) as target,
         timed_forwards(drafts, model.device, first_only=True) as draft,
@@ -90,16 +87,3 @@ def hf_generate(
         draft_prefill_ms=draft.ms,
         decode_ms=decode_ms,
     )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the warnings that assisted generation logs about its own calls of ``generate``."""
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)

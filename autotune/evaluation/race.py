@@ -134,11 +134,9 @@ def race(
     course = _Course(runner, [prompt for block in blocks for prompt in block], time_limit, seed, report)
     runs: dict[str, list[Decoded]] = {name: [] for name in by_name}
     judged = Judgement([*by_name], [*by_name])
-    report(0, len(course.rest))
+    report(0, len(course.prompts))
     for number, block in enumerate(blocks):
-        decoded = course.decode_block([by_name[name] for name in judged.running], len(block))
-        for name, of_arm in decoded.items():
-            runs[name] += of_arm
+        is_whole = course.decode_block([by_name[name] for name in judged.running], len(block), runs)
         running = [name for name in judged.running if name not in course.failed]
         judged = rule.judge(
             Look(
@@ -148,12 +146,12 @@ def race(
                 running=running,
                 remaining=[name for name in judged.remaining if name not in course.failed],
                 num_done=course.num_done,
-                num_left=len(course.rest),
+                num_left=len(course.prompts) - course.num_done,
                 left_s=time_limit.deadline - time.monotonic(),
                 prompt_s={name: runner.prompt_s([by_name[name]]) for name in running},
             )
         )
-        if not judged.running or course.num_done < sum(map(len, blocks[: number + 1])):
+        if not judged.running or not is_whole:
             break
     return Race(runs, judged.remaining, course.failed)
 
@@ -172,45 +170,40 @@ class _Course:
     unseen: defaultdict[str, list[WorkloadPrompt]] = field(default_factory=lambda: defaultdict(list))
     """Prompts of known runs, by arm."""
 
-    @property
-    def rest(self) -> Sequence[WorkloadPrompt]:
-        return self.prompts[self.num_done :]
-
-    def decode_block(self, arms: Sequence[Arm], size: int) -> dict[str, list[Decoded]]:
-        """Run arms on the next ``size`` prompts, or on as many as the time allows; returns the runs by arm name."""
+    def decode_block(self, arms: Sequence[Arm], size: int, runs: Mapping[str, list[Decoded]]) -> bool:
+        """Run arms on the next ``size`` prompts, and add the runs; returns whether the time has allowed all of them."""
         comparison = self.runner.comparison(arms)
         known = self.runner.known(comparison)
-        runs: dict[str, list[Decoded]] = {arm.name: [] for arm in arms}
-        racing = list(arms)
         is_prepared = False
-        for prompt in self.rest[:size]:
-            key = self.num_done, self.runner.key_of(prompt)
-            found = {arm.name: known[*key, arm.key] for arm in racing if (*key, arm.key) in known}
-            if len(found) < len(racing):  # all arms of an interrupted prompt are measured again
-                if not self.time_limit.allows(self.num_done, time.monotonic() + self.runner.prompt_s(racing)):
-                    break
+        for number in range(self.num_done, self.num_done + size):
+            prompt = self.prompts[number]
+            place = number, self.runner.key_of(prompt)
+            racing = [arm for arm in arms if arm.name not in self.failed]
+            decoded = {arm.name: known[*place, arm.key] for arm in racing if (*place, arm.key) in known}
+            if len(decoded) < len(racing):  # all arms of an interrupted prompt are measured again
+                if not self.time_limit.allows(number, time.monotonic() + self.runner.prompt_s(racing)):
+                    return False
                 if not is_prepared:
                     self._prepare(racing)
-                    racing = [arm for arm in racing if arm.name not in self.failed]
                     is_prepared = True
-                found, failed = self.runner.run(racing, prompt, random.Random(f"{self.seed}/{self.num_done}"))
+                racing = [arm for arm in racing if arm.name not in self.failed]
+                decoded, failed = self.runner.run(racing, prompt, random.Random(f"{self.seed}/{number}"))
                 self.failed |= failed
-                racing = [arm for arm in racing if arm.name not in failed]
-                self.runner.keep(comparison, self.num_done, prompt, [*found.values()])
+                self.runner.keep(comparison, number, prompt, [*decoded.values()])
             else:
                 for arm in racing:
                     self.unseen[arm.name].append(prompt)
-            for name, run in found.items():
+            for name, run in decoded.items():
                 runs[name].append(run)
             self.num_done += 1
             self.report(self.num_done, len(self.prompts))
-        return runs
+        return True
 
     def _prepare(self, arms: Sequence[Arm]) -> None:
         """Prepare arms for the next block; those that keep state decode what the ledger knows, in its order."""
         for arm in arms:
             try:
-                arm.prepare(self.rest)
+                arm.prepare(self.prompts[self.num_done :])
                 for prompt in self.unseen.pop(arm.name, ()) if arm.keeps_state else ():
                     arm.decode(prompt)
             except ArmFailed as error:

@@ -18,6 +18,7 @@ from autotune.documents.decoding_profile import DecodingProfile, Evidence
 from autotune.documents.provenance import stamp
 from autotune.files import data_root
 from autotune.machine.device import fingerprint
+from autotune.search.backends import restored_backend
 from tests.check.test_job import accept_less
 
 SHIPPED = data_root() / "profiles" / "cpu" / "digits.decode.json"
@@ -27,7 +28,9 @@ SHIPPED = data_root() / "profiles" / "cpu" / "digits.decode.json"
 @pytest.mark.parametrize("num_prompts", [1, pytest.param(8, marks=pytest.mark.nightly)])
 def test_the_exact_gate_on_the_bundled_pair(num_prompts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def check(profile: Path) -> CheckResult:
-        return run_check(CheckSettings(profile=profile, num_prompts=num_prompts, device="cpu"), Console())
+        return run_check(
+            CheckSettings(profile=profile, num_prompts=num_prompts, device="cpu"), Console(), restored_backend
+        )
 
     shipped = check(SHIPPED)
     lossless, counts = shipped.gates

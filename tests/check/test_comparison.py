@@ -1,18 +1,21 @@
-"""The timed gate with processes that are not real: verdicts, budget, launches, and what an interrupted check keeps."""
+"""Base and head with processes that are not real: counts, verdicts, budget, launches, and interrupted checks."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from autotune.check import comparison
 from autotune.check.result import Gate, Timing
 from autotune.errors import ArmFailed, NotComparable, UserError
+from autotune.evaluation import race, runner
 from autotune.files import read_lines
-from tests.check.fake_sides import World, decoded, use_clock
+from tests.check.fake_sides import CHECKED, World
+from tests.sample_documents import decoding_profile
 
 UNLIMITED = 1e9
 
@@ -30,11 +33,31 @@ def patch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch
 
 
 def timed(
-    world: World, patch: pytest.MonkeyPatch, budget_s: float = UNLIMITED, *, seed: int = 0, rounding: str = ""
+    world: World, patch: pytest.MonkeyPatch, budget_s: float = UNLIMITED, **sides: Any
 ) -> tuple[Gate, Timing | None]:
-    use_clock(world, patch)
-    patch.setattr(comparison.time, "monotonic", lambda: world.now_s)
-    return world.comparison(seed).time_gate(decoded(rounding=rounding), budget_s=budget_s)
+    for module in (race, runner, comparison):
+        patch.setattr(module, "time", world)
+    return world.comparison(**sides).time_gate(CHECKED, budget_s=budget_s)
+
+
+@pytest.mark.parametrize(
+    ("fields", "base", "verdict", "summary"),
+    [
+        ({}, {}, "passed", "3 of 3 prompts have the same counts as the base"),
+        ({"target_forwards": 9}, {}, "failed", "3 have worse counts"),
+        ({"tokens_sha256": "new"}, {}, "failed", "3 have a different answer"),
+        ({"target_forwards": None}, {}, "skipped", "counts are not reproducible"),
+        ({}, {"profile": decoding_profile(tree={"policy": "chain", "depth": 2})}, "skipped", "other trees"),
+    ],
+)
+def test_counts_of_the_base(fields: dict[str, Any], base: dict[str, Any], verdict: str, summary: str) -> None:
+    """The base decodes twice where counts fail, because counts that are not reproducible do not gate."""
+    numbers = iter(range(1000))
+    world = World(fields=lambda _: {k: 1 + next(numbers) % 5 if v is None else v for k, v in fields.items()})
+    gate = world.comparison(**base).counts_gate(CHECKED)
+    assert gate.verdict == verdict and summary in gate.summary, gate
+    num_launched = len([call for call, _ in world.log if call == "launch"])
+    assert num_launched == (0 if base else 1 if verdict == "passed" else 2)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +99,6 @@ def test_both_sides_are_started_again_and_warmed_up_every_five_pairs(patch: pyte
     assert starts[:4] == ["base", "head", "head", "base"], "in turns"
     for seed, is_same in ((0, True), (1, False)):
         again = noisy(0.0, 0.01)
-        patch.setattr(comparison, "CHECKS", comparison.CHECKS / "again")
         timed(again, patch, seed=seed)
         assert (again.log == world.log) is is_same
 
@@ -90,9 +112,8 @@ def test_an_interrupted_check_goes_on_and_no_pair_is_left_out(tmp_path: Path, pa
             raise KeyboardInterrupt
         return ms
 
-    world = World(ms=interrupt)
     with pytest.raises(KeyboardInterrupt):
-        timed(world, patch)
+        timed(World(ms=interrupt), patch)
     (ledger,) = tmp_path.glob("*.jsonl")
     assert len(read_lines(ledger)) == 12
     with ledger.open("a") as file:
@@ -103,31 +124,28 @@ def test_an_interrupted_check_goes_on_and_no_pair_is_left_out(tmp_path: Path, pa
     assert timing is not None and next(later, None) is None, "110 runs, and none again"
     assert sorted([*timing.base_ms, *timing.head_ms])[-2:] == [100.0, 6e4]
     assert [name for call, name in world.log if call == "launch"].count("base") == 10
-    (ledger,) = tmp_path.glob("*.jsonl")
-    assert "-" in ledger.stem, "renamed, so that the next check measures again"
+    assert not [*tmp_path.glob("*.jsonl")], "the next check measures again"
 
 
 def test_a_larger_budget_goes_on_with_the_pairs_so_far(tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
     timed(noisy(0.03, 0.1), patch, 150.0)
     (ledger,) = tmp_path.glob("*.jsonl")
-    assert len(read_lines(ledger)) == 110 and "-" not in ledger.stem
+    assert len(read_lines(ledger)) == 110
     world = noisy(0.08, 0.02, seed=1)
     _, timing = timed(world, patch)
     assert timing is not None and world.log.count(("launch", "head")) == (len(timing.head_ms) - 55) / 5 > 0
 
 
-def test_different_answers_are_not_comparable(patch: pytest.MonkeyPatch) -> None:
-    """Unless the precision rounds."""
+def test_sides_that_answer_differently_or_die_end_the_check(patch: pytest.MonkeyPatch) -> None:
+    """Different answers are compared where the precision rounds."""
+    world = World(fields=lambda side: {"tokens_sha256": side})
     with pytest.raises(NotComparable, match=r"prompt \d: base and head answer differently \(41 and 41 tokens\)"):
-        timed(World(answer=lambda side: side), patch)
-    assert timed(World(answer=lambda side: side), patch, rounding="near ties in bfloat16")[0].verdict == "passed"
+        timed(world, patch)
+    assert timed(world, patch, rounding="near ties in bfloat16")[0].verdict == "passed"
 
-
-def test_a_side_that_dies_ends_the_check_in_one_line(patch: pytest.MonkeyPatch) -> None:
     def die(side: str) -> float:
         raise ArmFailed(f"llama-server: ended with code 1 in {side}")
 
-    with pytest.raises(
-        UserError, match=r"^the (base|head), the \1, cannot go on: llama-server: ended with code 1 in \1$"
-    ):
-        timed(World(ms=die), patch)
+    message = r"^the (base|head), the \1, cannot go on: llama-server: ended with code 1 in \1$"
+    with pytest.raises(UserError, match=message):
+        timed(World(ms=die), patch, key="another base")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -34,7 +34,9 @@ TOKENS = [5, 6, 7, 8, 9]
 
 @dataclass
 class FakeEngine:
-    """Decodes every prompt into the same tokens: half as fast plainly; with 9 draft tokens, of which 3 are accepted."""
+    """Decodes every prompt into the same tokens: half as fast plainly; with 9 draft tokens, of which 3 are accepted.
+    The backends that it makes are copies with the deployment of a profile.
+    """
 
     ms: dict[str, float] = field(default_factory=lambda: {"off": 200.0, "tuned": 100.0})
     edits: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -42,56 +44,50 @@ class FakeEngine:
     predicted: tuple[int, int, int] = (2, 9, 3)
     dies: bool = False
     precision: str = "float32"
-    model: Any = TARGET
+    deployment: Any = None
     commands: list[str | None] = field(default_factory=list)
     started: list[str] = field(default_factory=list)
+    running: int = 0
 
     def __call__(self, profile: DecodingProfile, *, command: str | None, console: Console) -> Backend:
         self.commands.append(command)
         deployment = profile.point.deployment
-        assert deployment is not None
-        if deployment.command[-1] == "gone":
+        if deployment is None or deployment.command[-1] == "gone":
             raise UserError("gone: no such executable; put llama-server on the PATH")
-        return cast(Backend, FakeBackend(self, deployment))
-
-
-@dataclass
-class FakeBackend:
-    engine: FakeEngine
-    deployment: Deployment
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
+        return cast(Backend, replace(self, deployment=deployment))
 
     def record(self, prompts: Sequence[WorkloadPrompt]) -> Any:
-        return SimpleNamespace(answers=[FakeServer(self.engine, None).decode(prompt) for prompt in prompts])
+        assert self.running == 0, "recording starts a server of its own"
+        return SimpleNamespace(answers=[FakeServer(self, "off").decode(prompt) for prompt in prompts])
 
     def replay(self, configuration: Any, recorded: Any) -> Any:
-        return SimpleNamespace(counts=[self.engine.predicted] * len(recorded.answers))
+        return SimpleNamespace(counts=[self.predicted] * len(recorded.answers))
 
     @contextmanager
     def arm(self, configuration: Speculation | None) -> Iterator[Arm]:
-        self.engine.started.append(self.deployment.command[-1] if configuration else "off")
-        yield FakeServer(self.engine, configuration, self.deployment.command[-1])
+        self.started.append(self.deployment.command[-1] if configuration else "off")
+        self.running += 1
+        yield FakeServer(self, self.started[-1])
+        self.running -= 1
 
     def deploy(self, configuration: Speculation | None) -> Deployment:
-        return self.deployment
+        return cast(Deployment, self.deployment)
 
 
 class FakeServer(Arm):
     name = key = "server"
 
-    def __init__(self, engine: FakeEngine, configuration: Speculation | None, command: str = "tuned") -> None:
-        self.engine, self.configuration, self.command = engine, configuration, command
+    def __init__(self, engine: FakeEngine, command: str) -> None:
+        self.engine, self.command = engine, command
 
     def decode(self, prompt: WorkloadPrompt) -> Decoded:
         if self.engine.dies:
             raise ArmFailed("llama-server: ended with code 1")
-        counts = {"rounds": 2, "verified_nodes": 9, "accepted_lengths": [3]}
         known: dict[str, Any] = {"arm": self.key, "prompt": prompt.name, "prompt_sha256": prompt.sha256}
-        known |= {"tokens": TOKENS, "decode_ms": self.engine.ms[self.command if self.configuration else "off"]}
-        if self.configuration is not None:
-            known |= counts | self.engine.edits.get(prompt.name, {})
+        known |= {"tokens": TOKENS, "decode_ms": self.engine.ms[self.command]}
+        if self.command != "off":
+            known |= {"rounds": 2, "verified_nodes": 9, "accepted_lengths": [3]}
+            known |= self.engine.edits.get(prompt.name, {})
         return Decoded(**known, tokens_sha256=tokens_key(known["tokens"]), new_tokens=len(known["tokens"]))
 
 
@@ -132,7 +128,7 @@ FIRST = "workload.jsonl:1"
         (FakeEngine(), {"min_speedup": 1.9}, "passed passed passed passed", 0),
         (FakeEngine(), {"min_speedup": 2.1}, "passed passed passed failed", 1),
         # Another answer than plain decoding's and the search's: a batch rounds otherwise.
-        (FakeEngine(edits={FIRST: {"tokens": [5, 6, 1, 8, 9]}}), {}, "warned warned passed", 0),
+        (FakeEngine(edits={FIRST: {"tokens": [5, 6, 1, 8, 9]}}), {}, "warned warned warned", 0),
         # The same answers with other drafts: the build has another rule.
         (FakeEngine(edits={FIRST: {"verified_nodes": 8}}), {}, "passed failed failed", 1),
         (FakeEngine(predicted=(2, 9, 4)), {}, "passed passed failed", 1),
@@ -152,6 +148,14 @@ def test_a_profile_that_decodes_plainly_needs_one_server(world: Path) -> None:
     found = check(engine)
     assert [gate.verdict for gate in found.gates] == ["passed", "skipped"] and engine.started == ["off"]
     assert found.workloads[0].speedup == 1.0
+
+
+def test_every_workload_has_new_servers(world: Path) -> None:
+    """Drafts follow from earlier answers."""
+    engine = FakeEngine()
+    (world / "other.jsonl").write_bytes((world / "workload.jsonl").read_bytes())
+    assert check(engine, workloads=("workload.jsonl", "other.jsonl")).verdict == "passed"
+    assert engine.started == ["off", "tuned"] * 2
 
 
 @pytest.mark.parametrize(

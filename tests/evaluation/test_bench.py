@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,15 +16,16 @@ from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile
 from autotune.documents.published_defaults import ARM_NAMES, COMPARED_DEFAULTS, HF_ASSISTED, PROMPT_LOOKUP
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import ArmFailed, UserError
+from autotune.evaluation.arms import Arm
 from autotune.evaluation.bench import run_bench
 from autotune.evaluation.bench_arms import ARMS, assistant_of, choose_arms, runtime_arms
-from autotune.evaluation.bench_settings import evaluation_prompts, require_arms
+from autotune.evaluation.bench_settings import BenchArms, evaluation_prompts, require_arms
 from autotune.evaluation.runtime_arms import RuntimeArms
 from autotune.machine.device import fingerprint
 from autotune.modeling.loading import reference
 from autotune.runtime.decoder import Decoder
-from autotune.workloads.prompt import WorkloadPrompt
-from autotune.workloads.workload import Workload, load_workload
+from autotune.workloads.workload import Workload
+from tests.evaluation.fake_arm import FakeArm
 from tests.sample_documents import decoding_profile, write_image, write_workload
 from tests.tiny_models import Pair
 
@@ -80,12 +82,10 @@ def test_by_default_every_arm_runs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_profile_without_a_draft_is_compared_with_arms_without_one(capsys: pytest.CaptureFixture[str]) -> None:
     result = bench("plain.json", None, evaluation_prompts("workload.jsonl", num_prompts=1))
     assert [arm["name"] for arm in result["arms"]] == [AR, HF, PROMPT_LOOKUP]
-    reason = "the profile decodes without a draft"
-    assert result["unavailable"] == dict.fromkeys([HF_ASSISTED, *COMPARED_DEFAULTS], reason)
+    reason = "the profile decodes without a draft; name a --draft"
+    assert [*result["unavailable"]] == [HF_ASSISTED, *COMPARED_DEFAULTS]
     said = capsys.readouterr().err
-    assert f"left out: {', '.join([HF_ASSISTED, *COMPARED_DEFAULTS])}: {reason}\n" in said and said.count(reason) == 1
-    with pytest.raises(UserError, match=r"decodes without a draft, so trees .*; bench it --arms ar,hf,prompt_lookup"):
-        bench("plain.json", ["chain"])
+    assert f"left out: {', '.join(COMPARED_DEFAULTS)}: {reason}\n" in said and said.count(reason) == 1
 
 
 def test_published_configurations_may_have_another_draft() -> None:
@@ -94,17 +94,13 @@ def test_published_configurations_may_have_another_draft() -> None:
     assert list(with_plain["runs"]) == [AR, PROMPT_LOOKUP, "chain"] and with_plain["unavailable"] == {}
     with_tree, own = bench("tree.json", ["chain"], draft="retrieval"), bench("tree.json", ["chain"])
     assert list(with_tree["runs"]) == [AR, "chain", TUNED]
-    by_retrieval, also, by_model, tuned, same = (
-        [run["accepted_lengths"] for run in found["runs"][name]]
-        for found, name in (
-            (with_plain, "chain"),
-            (with_tree, "chain"),
-            (own, "chain"),
-            (with_tree, TUNED),
-            (own, TUNED),
-        )
-    )
-    assert by_retrieval == also != by_model and tuned == same
+    assert accepted(with_plain, "chain") == accepted(with_tree, "chain") != accepted(own, "chain")
+    assert accepted(with_tree, TUNED) == accepted(own, TUNED)
+
+
+def accepted(result: dict[str, Any], name: str) -> list[list[int]]:
+    """Accepted lengths of an arm by prompt."""
+    return [run["accepted_lengths"] for run in result["runs"][name]]
 
 
 def test_arms_are_those_of_the_backend() -> None:
@@ -113,52 +109,46 @@ def test_arms_are_those_of_the_backend() -> None:
         require_arms(decoding_profile(), (AR, "prompt_lokup"))
 
 
-@pytest.mark.parametrize("name", ["prompt_lookup", TUNED])
-def test_an_arm_that_fails_is_left_out_unless_it_is_the_profile(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen, device = runtime_arms(
-        Path("tree.json"), evaluation_prompts("workload.jsonl"), Console(), names=[PROMPT_LOOKUP]
-    )
-
-    def failing(prompt: WorkloadPrompt) -> Any:
-        raise ArmFailed("it has ended")
-
-    monkeypatch.setattr(next(arm for arm in chosen.arms if arm.name == name), "decode", failing)
-    profile = DecodingProfile.load(Path("tree.json"))
-    if name == TUNED:
-        with pytest.raises(UserError, match="tuned: it has ended"):
-            run_bench(profile, chosen, Console(), device=device)
-    else:
-        found = run_bench(profile, chosen, Console(), device=device)
-        assert list(found["runs"]) == [AR, TUNED] and found["unavailable"] == {name: "it has ended"}
+@pytest.mark.parametrize("name", [PROMPT_LOOKUP, TUNED])
+def test_an_arm_that_fails_is_left_out_unless_it_is_the_profile(name: str) -> None:
+    prompts = evaluation_prompts("workload.jsonl", num_prompts=2)
+    fails = {name: prompts.prompts[1].name}
+    arms: list[Arm] = [FakeArm(arm, fails=fails.get(arm)) for arm in (AR, PROMPT_LOOKUP, TUNED)]
+    with pytest.raises(UserError, match=r"^tuned: ") if name == TUNED else nullcontext():
+        result = run_bench(decoding_profile(), BenchArms(arms, prompts), Console(), device="cpu")
+        assert list(result["runs"]) == [AR, TUNED] and [*result["unavailable"]] == [name]
 
 
-@pytest.fixture
-def prompts(world: Path) -> Workload:
-    return load_workload("workload.jsonl", "evaluate")
-
-
-@pytest.fixture
-def arms(pair: Pair, processor: Any) -> RuntimeArms:
-    return RuntimeArms(Decoder(pair.target, pair.draft), processor)
-
-
-def test_assisted_generation_that_raises_or_has_no_model_is_left_out(
-    arms: RuntimeArms, prompts: Workload, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("draft", "mode", "unavailable", "note"),
+    [
+        ("model", "eager", "", ""),
+        ("retrieval", "eager", "the profile has no draft that generate takes as its assistant_model", ""),
+        (
+            "none",
+            "fixed",
+            "the profile has no draft that generate takes as its assistant_model",
+            "so that gains over it include that of mode fixed",
+        ),
+    ],
+)
+def test_arms_of_hugging_face(
+    draft: str, mode: str, unavailable: str, note: str, text_pair: Pair, processor: Any, in_world: None
 ) -> None:
-    """The first line of any exception is the reason."""
+    drafts = {"model": text_pair.draft, "retrieval": RetrievalDraft(), "none": None}
+    arms = RuntimeArms(Decoder(text_pair.target, drafts[draft], mode=mode), processor)
+    chosen = choose_arms([HF, HF_ASSISTED], arms, evaluation_prompts("workload.jsonl"))
+    assert chosen.unavailable.get(HF_ASSISTED, "") == unavailable and note in chosen.notes.get(HF, "")
+
+
+def test_assisted_generation_that_raises_fails_with_the_first_line(
+    pair: Pair, processor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arms = RuntimeArms(Decoder(pair.target, pair.draft), processor)
     monkeypatch.setattr(assistant_of(arms), "generate", Mock(side_effect=ValueError("It cannot.\nSecond line.")))
-    chosen = choose_arms([AR, HF_ASSISTED], arms, prompts)
-    found = run_bench(decoding_profile(), chosen, Console(), device="cpu")
-    (reason,) = found["unavailable"].values()
-    assert reason.endswith("generate raised ValueError: It cannot.") and list(found["runs"]) == [AR]
-    without = RuntimeArms(Decoder(arms.decoder.target, RetrievalDraft()), arms.processor)
-    reason = "the profile's draft is no model that generate takes as its assistant_model"
-    assert choose_arms([AR, HF_ASSISTED], without, prompts).unavailable == {HF_ASSISTED: reason}
-
-
-def test_the_arm_of_hugging_face_is_said_to_be_eager(text_pair: Pair, processor: Any, prompts: Workload) -> None:
-    arms = RuntimeArms(Decoder(text_pair.target, mode="fixed"), processor)
-    assert "so that gains over it include that of mode fixed" in choose_arms([HF], arms, prompts).notes[HF]
+    (prompt,) = evaluation_prompts("workload.jsonl", num_prompts=1).prompts
+    with pytest.raises(ArmFailed, match=r"generate raised ValueError: It cannot\.$"):
+        ARMS[HF_ASSISTED](arms).decode(prompt)
 
 
 def test_a_public_benchmark_is_reported_in_its_own_terms(world: Path, capsys: pytest.CaptureFixture[str]) -> None:

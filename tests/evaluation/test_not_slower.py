@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy.stats import wilcoxon
 
-from autotune.evaluation.not_slower import Design, estimate, hodges_lehmann, interim_analysis, launches_of, p_value
+from autotune.evaluation.not_slower import Design, estimate, hodges_lehmann, launches_of, p_value
 
 BY_PAIR = Design(analyses=(20, 40, 80, 160, 240), by_launch=False)
 
@@ -39,14 +39,6 @@ def test_launches_are_tested_exactly() -> None:
         assert p_value(x, launches) == pytest.approx(expected, abs=1e-12)
 
 
-def test_launches_may_be_incomplete() -> None:
-    """After an interruption a launch has fewer pairs."""
-    x = np.full(12, 0.1) + np.linspace(0, 0.01, 12)
-    launches = np.array([0] * 5 + [1] * 2 + [2] * 5)
-    assert p_value(x, launches) == pytest.approx(1 / 8)
-    assert p_value(-x, launches) == 1.0
-
-
 def test_analyses_share_the_error_probabilities() -> None:
     design = Design()
     assert sum(design.share(number) for number in range(len(design.analyses))) == pytest.approx(1.0)
@@ -66,24 +58,6 @@ def test_every_analysis_can_decide() -> None:
         assert least <= min(design.pass_risk, design.fail_risk) * design.share(number)
     assert design.fail_risk * design.share(0) < 0.5 ** (design.analyses[0] // 5 - 1)
     assert BY_PAIR.pass_risk * BY_PAIR.share(0) < 0.5 ** (20 // 5)
-
-
-def test_one_check_is_analysed_like_many() -> None:
-    x = np.random.default_rng(4).normal(0.03, 0.05, (6, 80))
-    launches = launches_of(80)
-    together = interim_analysis(x, launches, 1, Design())
-    for number, row in enumerate(x):
-        alone = interim_analysis(row, launches, 1, Design())
-        assert alone.verdict is together.verdicts[number]
-        assert float(alone.p_within_tolerance) == pytest.approx(together.p_within_tolerance[number])
-
-
-def test_the_test_is_symmetric() -> None:
-    """Swapping the sides swaps the p-values."""
-    x = np.random.default_rng(5).normal(0.0, 0.05, 80)
-    swapped = Design(tolerance=0.0, limit=1e-12)
-    one, other = (interim_analysis(values, launches_of(80), 1, swapped) for values in (x, -x))
-    assert float(one.p_within_tolerance) == pytest.approx(float(other.p_beyond_limit), abs=1e-9)
 
 
 def test_the_estimate_is_the_median_of_means_and_its_interval_holds_it() -> None:

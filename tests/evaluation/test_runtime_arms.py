@@ -2,139 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from autotune.documents.configuration import Configuration
-from autotune.documents.decoded import Decoded
-from autotune.documents.decoding_profile import AR, HF, TUNED
-from autotune.documents.published_defaults import HF_ASSISTED, PROMPT_LOOKUP
+from autotune.documents.decoding_profile import AR, HF
+from autotune.documents.published_defaults import HF_ASSISTED
 from autotune.documents.subnet import Subnet
-from autotune.evaluation.arms import Arm
 from autotune.evaluation.race import Everyone, Fastest, race
 from autotune.evaluation.runner import ArmRunner
-from autotune.evaluation.runtime_arms import (
-    PROMPT_LOOKUP_CHAIN,
-    SHAPE_TOKENS,
-    DecoderArm,
-    HuggingFaceArm,
-    RuntimeArm,
-    RuntimeArms,
-)
+from autotune.evaluation.runtime_arms import PROMPT_LOOKUP_CHAIN, SHAPE_TOKENS, HuggingFaceArm, RuntimeArm, RuntimeArms
 from autotune.modeling.graph_memory import graph_memory
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
 from autotune.workloads.workload import Workload
 from tests.rehearsal import Rehearsal
-from tests.runtime.test_control import COSTLY, useless_draft
 from tests.tiny_models import Pair, on_device
 
 CHAIN = Configuration(tree={"policy": "chain", "depth": 3})
 SAGE = Configuration(tree={"policy": "sage"}, subnet=Subnet(visual_keep=0.5))
 
 
-def own_arms(arms: RuntimeArms) -> list[Arm]:
-    return [arms.plain, arms.prompt_lookup(), arms.arm("chain", CHAIN), arms.arm("sage", SAGE)]
-
-
-def runs_of(arms: Sequence[Arm], prompts: Sequence[WorkloadPrompt]) -> dict[str, list[Decoded]]:
-    return race(ArmRunner(), arms, prompts, Everyone()).runs
-
-
-def test_all_arms_emit_the_same_tokens(arms: RuntimeArms, pair: Pair, evaluate: Workload) -> None:
-    """Plain decoding, Hugging Face alone and assisted, n-grams, a chain, and a tree whose draft sees half of
-    the image.
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_all_arms_emit_the_same_tokens(temperature: float, arms: RuntimeArms, pair: Pair, evaluate: Workload) -> None:
+    """Plain decoding, Hugging Face alone and assisted, n-grams, a chain, and a tree whose draft sees half of the image.
+    The noise of sampling is keyed by position; Hugging Face draws other noise and is left out.
     """
+    prompts = [
+        replace(p, settings=p.settings.model_copy(update={"temperature": temperature})) for p in evaluate.prompts
+    ]
     hugging_face = [HuggingFaceArm(HF, arms), HuggingFaceArm(HF_ASSISTED, arms, pair.draft)]
-    runs = runs_of([*hugging_face, *own_arms(arms)], evaluate.prompts)
-    assert list(runs) == [HF, HF_ASSISTED, AR, PROMPT_LOOKUP, "chain", "sage"]
+    drafted = [arms.prompt_lookup(), arms.arm("chain", CHAIN), arms.arm("sage", SAGE)]
+    compared = [*([] if temperature else hugging_face), arms.plain, *drafted]
+    runs = race(ArmRunner(), compared, prompts, Everyone()).runs
     for per_prompt in zip(*runs.values(), strict=True):
-        assert len({run.tokens_sha256 for run in per_prompt}) == 1
-        assert len({run.new_tokens for run in per_prompt}) == 1
-    assert [(run.prompt, run.task) for run in runs["sage"]] == [(p.name, p.settings.task) for p in evaluate.prompts]
-    for name, found in runs.items():
-        for one in found:
-            assert one.decode_ms > 0 and one.target_prefill_ms > 0
-            assert one.rounds == len(one.accepted_lengths)
-            assert (one.draft_forwards > 0) == (name not in (AR, HF))
-            assert (one.vision_ms > 0) == one.prompt.endswith((":2", ":3")), "the workload's prompts with an image"
-            assert sum(one.accepted_lengths) + one.rounds >= one.new_tokens - 1
-    plain = runs[AR][0]
-    assert plain.rounds == plain.target_forwards == plain.new_tokens - 1
+        assert len({run.tokens_sha256 for run in per_prompt}) == len({run.new_tokens for run in per_prompt}) == 1
+    assert [(run.prompt, run.task) for run in runs["sage"]] == [(p.name, p.settings.task) for p in prompts]
+    for name, run in ((name, run) for name, of_arm in runs.items() for run in of_arm):
+        assert run.decode_ms > 0 and run.target_prefill_ms > 0
+        assert run.rounds == len(run.accepted_lengths)
+        assert (run.draft_forwards > 0) == (name not in (AR, HF))
+        assert (run.vision_ms > 0) == run.prompt.endswith((":2", ":3")), "the workload's prompts with an image"
+        assert sum(run.accepted_lengths) + run.rounds >= run.new_tokens - 1
+    assert runs[AR][0].rounds == runs[AR][0].target_forwards == runs[AR][0].new_tokens - 1
 
 
-def test_sampled_tokens_are_the_same_with_and_without_a_draft(arms: RuntimeArms, evaluate: Workload) -> None:
-    """The noise is keyed by position; Hugging Face draws other noise and is left out."""
-    sampled = tuple(
-        WorkloadPrompt(p.name, p.settings.model_copy(update={"temperature": 1.0, "seed": 5}), p.pixels)
-        for p in evaluate.prompts
-    )
-    runs = runs_of(own_arms(arms), sampled)
-    for per_prompt in zip(*runs.values(), strict=True):
-        assert len({run.tokens_sha256 for run in per_prompt}) == 1
-    greedy = runs_of([arms.plain], evaluate.prompts)
-    assert [run.tokens_sha256 for run in runs[AR]] != [run.tokens_sha256 for run in greedy[AR]]
-
-
-def test_keys_identify_configurations_and_drafters(arms: RuntimeArms, evaluate: Workload) -> None:
-    drafted, by_lookup = arms.arm("drafted", PROMPT_LOOKUP_CHAIN), arms.prompt_lookup()
-    assert drafted.key == PROMPT_LOOKUP_CHAIN.key != by_lookup.key
-    again = arms.arm("renamed", PROMPT_LOOKUP_CHAIN)
-    assert again.key == drafted.key and again.decoder is drafted.decoder
-    runs = runs_of([drafted, by_lookup], evaluate.prompts)
-    assert [run.rounds for run in runs["drafted"]] != [run.rounds for run in runs[PROMPT_LOOKUP]]
-
-
-def test_configurations_find_their_drafts(decoder: Decoder, processor: Any, evaluate: Workload) -> None:
-    """Several drafts run in one comparison, each configuration with its own."""
+def test_arms_have_the_key_and_the_draft_of_their_configurations(decoder: Decoder, processor: Any) -> None:
     requested: list[Configuration] = []
     arms = RuntimeArms(decoder, processor, draft_of=lambda c: requested.append(c) or decoder.draft)
     named = Configuration(tree={"policy": "chain", "depth": 2}, draft="some/draft", subnet=Subnet(visual_keep=0.5))
-    runs = runs_of([arms.plain, arms.arm("chain", CHAIN), arms.arm("named", named)], evaluate.prompts)
-    assert [c.draft for c in requested] == [None, "some/draft"]
-    assert [r.tokens_sha256 for r in runs["named"]] == [r.tokens_sha256 for r in runs[AR]]
-
-
-PROMPTS = [
-    WorkloadPrompt(f"{number}", Prompt(prompt=f"Go on with {number}.", task=task, max_new_tokens=30), ())
-    for number, task in enumerate(["hard", "easy", "hard", "easy", "hard", "hard"])
-]
-
-
-@pytest.fixture
-def tuned(pair: Pair, processor: Any) -> DecoderArm:
-    """A draft that never helps, so that requests fall back to plain steps."""
-    decoder = Decoder(pair.target, useless_draft(), fallback=COSTLY, processor=processor)
-    return DecoderArm(TUNED, decoder, RuntimeArms(decoder))
-
-
-def test_a_disturbed_run_is_not_remembered(tuned: DecoderArm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts are the same whether the machine was busy or not: the useless draft does not lose one request twice."""
-    arms = [tuned.arms.plain, HuggingFaceArm(HF, tuned.arms), tuned]  # two of three set the median
-    expected = runs_of(arms, PROMPTS)[TUNED]
-    disturbed = [PROMPTS[0].name]
-    for arm in arms:
-        monkeypatch.setattr(arm, "decode", slowed(arm, disturbed))
-    runner = ArmRunner()
-    found = race(runner, arms, PROMPTS, Everyone()).runs[TUNED]
-    assert runner.num_repeated >= 1 and not disturbed
-    assert [run.draft_forwards for run in found] == [run.draft_forwards for run in expected]
-
-
-def slowed(arm: Arm, disturbed: list[str]) -> Any:
-    decode = arm.decode
-
-    def call(prompt: WorkloadPrompt) -> Decoded:
-        is_slow = arm.name == TUNED and prompt.name in disturbed
-        if is_slow:
-            disturbed.remove(prompt.name)
-        return decode(prompt).model_copy(update={"target_prefill_ms": 1000.0 if is_slow else 10.0})
-
-    return call
+    drafted, by_lookup = arms.arm("drafted", PROMPT_LOOKUP_CHAIN), arms.prompt_lookup()
+    assert drafted.key == PROMPT_LOOKUP_CHAIN.key != by_lookup.key
+    assert arms.arm("named", named).key == named.key and [c.draft for c in requested] == [None, "some/draft"]
+    again = arms.arm("renamed", PROMPT_LOOKUP_CHAIN)
+    assert again.key == drafted.key and again.decoder is drafted.decoder, "equal configurations share a decoder"
 
 
 class NotedArm(RuntimeArm):
@@ -196,10 +121,9 @@ def test_no_arm_captures_anything_while_it_is_timed(
     assert memory.num_dropped == 0 and len(memory) == memory.num_kept > 0
 
 
-def test_iterators_of_warm_up_are_closed(tuned: DecoderArm, processor: Any) -> None:
+def test_iterators_of_warm_up_are_closed(arms: RuntimeArms, evaluate: Workload) -> None:
     """A warm-up that ends early leaves the target free for the next request."""
-    prompt = PROMPTS[1]
-    inputs = prompt.inputs(processor)
+    prompt, tuned = evaluate.prompts[0], arms.arm("chain", CHAIN)
+    inputs = prompt.inputs(arms.processor)
     tuned.warm_up(inputs, prompt.settings.model_copy(update={"max_new_tokens": 100}))
-    tokens: Iterator[int] = tuned.decoder.stream(**inputs, **prompt.settings.generation)
-    assert len(list(tokens)) == 30
+    assert len([*tuned.decoder.stream(**inputs, **prompt.settings.generation)]) == 16

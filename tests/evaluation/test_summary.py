@@ -8,14 +8,7 @@ import pytest
 from autotune.documents.decoded import REST, length_bands, runs_dataframe, time_shares
 from autotune.documents.decoding_profile import AR
 from autotune.errors import UserError
-from autotune.evaluation.summary import (
-    bootstrap_ratio,
-    in_one_clock,
-    is_significantly_slower,
-    speedup,
-    spent_share,
-    summarize,
-)
+from autotune.evaluation.summary import bootstrap_ratio, in_one_clock, is_significantly_slower, speedup, summarize
 from tests.evaluation.sample_runs import run
 
 
@@ -53,15 +46,11 @@ def test_lengths_of_answers_are_in_bands_of_doubling_width() -> None:
     assert length_bands([]).tolist() == []
 
 
-def test_a_constant_ratio_has_no_width() -> None:
-    """Pairs stay together: prompts of very different lengths do not widen the interval."""
-    below = np.array([1.0, 10.0, 100.0, 3.0])
-    assert bootstrap_ratio(2.5 * below, below) == pytest.approx((2.5, 2.5))
-    assert bootstrap_ratio(np.array([3.0]), np.array([2.0])) == (1.5, 1.5), "a single pair has no spread"
-
-
 def test_intervals_are_those_of_a_percentile_bootstrap() -> None:
-    """Against resampling written out, to within the noise of 2000 resamples."""
+    """Against resampling written out, to within the noise of 2000 resamples. Pairs stay together."""
+    constant = np.array([1.0, 10.0, 100.0, 3.0])
+    assert bootstrap_ratio(2.5 * constant, constant) == pytest.approx((2.5, 2.5))
+    assert bootstrap_ratio(np.array([3.0]), np.array([2.0])) == (1.5, 1.5), "a single pair has no spread"
     rng = np.random.default_rng(0)
     for count in (5, 24, 200):
         below, above_units = rng.uniform(1, 2, (2, count))
@@ -74,13 +63,6 @@ def test_intervals_are_those_of_a_percentile_bootstrap() -> None:
         expected = np.quantile(ratios, [0.025, 0.975])
         found = bootstrap_ratio(above, below, above_units=above_units, below_units=below)
         assert found == pytest.approx(expected, abs=0.06 * np.ptp(expected))
-
-
-def test_the_seed_determines_the_interval() -> None:
-    rng = np.random.default_rng(1)
-    above, below = rng.uniform(1, 2, (2, 12))
-    assert bootstrap_ratio(above, below, seed=3) == bootstrap_ratio(above, below, seed=3)
-    assert bootstrap_ratio(above, below, seed=3) != bootstrap_ratio(above, below, seed=4)
 
 
 def test_a_summary_by_hand() -> None:
@@ -100,13 +82,10 @@ def test_a_summary_by_hand() -> None:
 def test_a_lossy_arm_is_compared_per_token() -> None:
     """An arm that stops after half of the tokens at the same speed gains nothing, neither pooled nor per prompt."""
     baseline = [run(100.0, tokens=11), run(300.0, tokens=31)]
-    lossy = [run(50.0, tokens=6, output="short"), run(150.0, tokens=16, output="short")]
-    found = summarize("lossy", lossy, baseline)
-    assert found.speedup == pytest.approx(1.0)
-    assert found.ci95 == pytest.approx((1.0, 1.0)) and found.identical_outputs == 0
+    found = summarize("lossy", [run(50.0, tokens=6, output="a"), run(150.0, tokens=16, output="a")], baseline)
+    assert (found.speedup, found.ci95) == (pytest.approx(1.0), pytest.approx((1.0, 1.0)))
     # Twice the speed at 15 instead of 40 tokens: (400 / 40) / (75 / 15).
-    lossy = [run(25.0, tokens=6), run(50.0, tokens=11)]
-    assert speedup(lossy, baseline) == pytest.approx((400 / 40) / (75 / 15)) == 2.0
+    assert speedup([run(25.0, tokens=6), run(50.0, tokens=11)], baseline) == pytest.approx(2.0)
 
 
 def test_answers_of_one_token_do_not_count() -> None:
@@ -124,11 +103,6 @@ def test_answers_of_one_token_do_not_count() -> None:
 def slower(ms: np.ndarray, than: np.ndarray, risk: float) -> bool:
     first, second = ([run(float(x), prompt_sha256=f"{n}") for n, x in enumerate(times)] for times in (ms, than))
     return is_significantly_slower(first, second, risk=risk)
-
-
-def test_later_looks_may_spend_more() -> None:
-    shares = [spent_share(look, 5) for look in range(5)]
-    assert shares == sorted(shares) and sum(shares) == pytest.approx(1.0)
 
 
 def test_the_test_is_a_paired_t_test_of_log_ratios() -> None:
