@@ -4,6 +4,7 @@ torch.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import shlex
@@ -23,7 +24,6 @@ from autotune.documents.speculation import OPTIONS, ModelType, Options, Speculat
 from autotune.engines.backend import Backend, EngineArm
 from autotune.engines.engine_server import EngineServer
 from autotune.engines.loads import measure_load, show_loads
-from autotune.engines.ngram_drafters import KnownRequest
 from autotune.engines.prices import PRICED_TOKENS, EnginePrices, Pairs, measure_verifications, served_prices, with_draft
 from autotune.engines.process import running
 from autotune.engines.replay import KEEPS_STATE, EngineRecorded, EngineSteps, replay_speculation, replayed_pairs
@@ -281,13 +281,6 @@ class EngineBackend(Backend):
             self.console.say("draft      the draft model is left out: replies of the engine do not tell its rounds")
             self.chains = []
             return recorded
-        replays = replay_speculation(self.chains[0], map(KnownRequest, long), recorded.context)
-        counted = [[one for _, one in replayed_pairs(self.chains[0], short, recorded.context)], replays]
-        per_pass = [sum(one.num_tokens for one in rows) / sum(one.passes.total() for one in rows) for rows in counted]
-        self.console.say(
-            f"draft      tokens per pass of {self.chains[0].label}: {per_pass[1]:.2f} by replay of {self.chains[-1].label}, "
-            f"{per_pass[0]:.2f} counted"
-        )
         return replace(recorded, chain=chain, chain_times=(short, long))
 
     def price(self, recorded: EngineRecorded, until: float = math.inf) -> EnginePrices:
@@ -311,13 +304,11 @@ class EngineBackend(Backend):
         has_one_loop = self.has_one_loop or self.is_fixed  # a server at a URL drafts in its plain answers too
         plain = replayed_pairs(None, recorded.again, recorded.context)
         prices = served_prices(EnginePrices(steps, left_out), plain, served, has_one_loop=has_one_loop)
-        self.console.say(f"prices     {prices.text(has_one_loop=has_one_loop)}")
         if self.chains:
             ends_of_chains = zip((self.chains[0], self.chains[-1]), recorded.chain_times, strict=True)
-            prices = with_draft(prices, [replayed_pairs(one, rows, recorded.context) for one, rows in ends_of_chains])
-            self.console.say(
-                "draft      drafting takes {:.1f} ms and {:.1f} ms for each token".format(*prices.draft_ms)
-            )
+            pairs = (replayed_pairs(chain, answers, recorded.context) for chain, answers in ends_of_chains)
+            prices = with_draft(prices, list(itertools.chain(*pairs)))
+        self.console.say(f"prices     {prices.text()}")
         return prices
 
     def _self_test(

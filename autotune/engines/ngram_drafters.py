@@ -8,29 +8,18 @@ Drafters follow the rules of llama-server b11434, with the state that it keeps f
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-
-import numpy as np
+from collections import defaultdict
+from collections.abc import Sequence
 
 from autotune.engines.served import Served
 
 POOL_SLOTS, POOL_FACTOR = 1 << 22, 6364136223846793005
 POOL_CHUNK = 32  # tokens after which a request's new n-grams enter the pool
 POOR_DRAFTS = 5  # consecutive ones that empty the pool
-
-
-@dataclass
-class Grams:
-    """The n-grams of a request: a number for each start, the starts by number, and the start of the latest equal n-gram
-    that begins at least two tokens before, from token 1 on, or 0.
-    """
-
-    ids: list[int] = field(default_factory=list)
-    places: list[list[int]] = field(default_factory=list)
-    earlier: list[int] = field(default_factory=list)
 
 
 class KnownRequest:
@@ -44,8 +33,7 @@ class KnownRequest:
         self.answer = answer
         self.tokens = [*answer.prompt_tokens, *answer.tokens, *answer.beyond]
         self.prompt_length = len(answer.prompt_tokens)
-        self._grams: dict[int, Grams] = {}
-        self._hashes: dict[int, list[int]] = {}
+        self._places: dict[int, dict[tuple[int, ...], list[int]]] = {}
 
     @functools.cached_property
     def is_drafted(self) -> list[bool]:
@@ -59,29 +47,13 @@ class KnownRequest:
                 found[place] = accepted == drafted
         return found
 
-    def grams(self, n: int) -> Grams:
-        if n not in self._grams:
-            grams = self._grams[n] = Grams()
-            numbers: dict[tuple[int, ...], int] = {}
+    def places(self, n: int) -> dict[tuple[int, ...], list[int]]:
+        """The starts of every n-gram, in their order."""
+        if n not in self._places:
+            places = self._places[n] = defaultdict(list)
             for start in range(len(self.tokens) - n + 1):
-                number = numbers.setdefault(tuple(self.tokens[start : start + n]), len(numbers))
-                if number == len(grams.places):
-                    grams.places.append([])
-                before = next((at for at in reversed(grams.places[number][-3:]) if 0 < at < start - 1), 0)
-                grams.ids.append(number)
-                grams.places[number].append(start)
-                grams.earlier.append(before)
-        return self._grams[n]
-
-    def hashes(self, n: int) -> list[int]:
-        """Slots of the n-grams by start in the pool of ``ngram-mod``: polynomials of the tokens."""
-        if n not in self._hashes:
-            tokens, count = np.array(self.tokens, np.uint64), max(0, len(self.tokens) - n + 1)
-            values = np.zeros(count, np.uint64)
-            for k in range(n):  # wraps at 2^64, of which the number of slots is a divisor
-                values = values * np.uint64(POOL_FACTOR) + tokens[k : k + count]
-            self._hashes[n] = (values % np.uint64(POOL_SLOTS)).tolist()
-        return self._hashes[n]
+                places[tuple(self.tokens[start : start + n])].append(start)
+        return self._places[n]
 
 
 class Drafter(ABC):
@@ -110,11 +82,23 @@ class SimpleDrafter(Drafter):
         self.n, self.m = n, m
 
     def draft(self, request: KnownRequest, length: int) -> list[int]:
-        n, m = self.n, self.m
-        if length <= n + m + 1 or not (found := request.grams(n).earlier[length - n + 1]):
+        n, m, start = self.n, self.m, length - self.n + 1
+        if length <= n + m + 1:
             return []
-        first, count = found + n, min(m, length - found - n)
-        return request.tokens[first : first + count] if count >= n else []
+        places = request.places(n)[tuple(request.tokens[start : length + 1])]
+        before = bisect.bisect_left(places, start - 1)  # occurrences that begin two tokens earlier at least
+        if before == 0 or places[before - 1] == 0:  # the first token of a prompt begins no occurrence
+            return []
+        draft = request.tokens[places[before - 1] + n : length][:m]
+        return draft if len(draft) >= n else []
+
+
+def slot_of(gram: Sequence[int]) -> int:
+    """The slot of an n-gram in the pool of ``ngram-mod``: a polynomial of its tokens."""
+    value = 0
+    for token in gram:
+        value = value * POOL_FACTOR + token
+    return value % POOL_SLOTS  # a divisor of 2^64, at which the engine's own value wraps
 
 
 class ModDrafter(Drafter):
@@ -126,11 +110,10 @@ class ModDrafter(Drafter):
         self.n, self.n_min, self.n_max = n, n_min, n_max
         self.pool: dict[int, int] = {}
         self.poor = self.entered = self.drafted = 0
-        self.leading = pow(POOL_FACTOR, n - 1, POOL_SLOTS)
 
     def _enter(self, request: KnownRequest, end: int) -> None:
-        slots = request.hashes(self.n)[self.entered : end]
-        self.pool.update(zip(slots, request.tokens[self.entered + self.n :], strict=False))
+        for start in range(self.entered, end):
+            self.pool[slot_of(request.tokens[start : start + self.n])] = request.tokens[start + self.n]
         self.entered = end
 
     def begin(self, request: KnownRequest) -> None:
@@ -146,14 +129,12 @@ class ModDrafter(Drafter):
             return []
         if self.entered + POOL_CHUNK < length:
             self._enter(request, length - n)
-        start = length - n + 1
-        window, slot = request.tokens[start : start + n], request.hashes(n)[start]
-        while (drafted := len(window) - n) < self.n_max and (token := self.pool.get(slot)) is not None:
-            slot = ((slot - window[drafted] * self.leading) * POOL_FACTOR + token) % POOL_SLOTS
+        window = request.tokens[length - n + 1 : length + 1]
+        while len(window) - n < self.n_max and (token := self.pool.get(slot_of(window[-n:]))) is not None:
             window.append(token)
-        if drafted < min(self.n_min, self.n_max):
+        if len(window) - n < min(self.n_min, self.n_max):
             return []
-        self.drafted = drafted
+        self.drafted = len(window) - n
         return window[n:]
 
     def accept(self, accepted: int) -> None:
@@ -176,8 +157,9 @@ class LookupDrafter(Drafter):
 
     def draft(self, request: KnownRequest, length: int) -> list[int]:
         for n in range(min(self.longest, length), self.shortest - 1, -1):
-            grams, start = request.grams(n), length + 1 - n
-            if (first := grams.places[grams.ids[start]][0]) < start:
+            start = length + 1 - n
+            first = request.places(n)[tuple(request.tokens[start : length + 1])][0]
+            if first < start:
                 return request.tokens[first + n : min(first + n + self.most, length + 1)]
         return []
 

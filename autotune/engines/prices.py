@@ -28,6 +28,11 @@ REPEATS = 3
 CPU_RATIO = 4  # of CPU times of the longest verification and of a plain pass, above which the CPU computes them
 MISFIT = 0.05  # of a request's time to its price, beyond which it counts less
 FEWEST = 3  # verifications of a request, and such requests, that refit prices
+ALONE = {"step": 1.0, "verification": 1.0, "plain": 1.0, "draft_round_ms": 0.0, "draft_token_ms": 0.0}
+"""What served requests take beside what their passes take alone: factors of passes over one token, of verifications,
+and of the former in an engine that runs another loop without speculation; milliseconds that a draft model adds to a
+verification, and for each draft token.
+"""
 Pairs = Sequence[tuple[Served, RequestReplay]]
 
 
@@ -76,15 +81,8 @@ class EnginePrices(Prices):
 
     priced: Sequence[PricedStep]
     left_out: Mapping[str, str] = field(default_factory=dict)
-    factor: float = 1.0
-    """Multiplies the prices of passes that verify a draft (``served_prices``)."""
-    step_factor: float = 1.0
-    """Multiplies the prices of passes over one token."""
-    plain_factor: float = 1.0
-    """Multiplies those too without speculation, where the engine runs another loop then."""
-    draft_ms: tuple[float, float] = (0.0, 0.0)
-    """Added by a draft model to a verification, and for each draft token."""
-    _known: dict[tuple[int, int], float] = field(init=False, default_factory=dict)
+    factors: Mapping[str, float] = field(default_factory=lambda: dict(ALONE))
+    """See ``ALONE``."""
 
     @functools.cached_property
     def clock(self) -> Clock:
@@ -95,20 +93,6 @@ class EnginePrices(Prices):
         )
         return "cpu" if most > CPU_RATIO * least > 0 else "wall"
 
-    @property
-    def factors(self) -> Mapping[str, float]:  # type: ignore[override]
-        names = ("verification", "step", "plain", "draft_round_ms", "draft_token_ms")
-        return dict(zip(names, (self.factor, self.step_factor, self.plain_factor, *self.draft_ms), strict=True))
-
-    def pass_ms(self, tokens: int, context: float) -> float:
-        """Beyond the longest verification that was priced, on the line through it and the last but two."""
-        at_contexts = list[float]()
-        for numbers, times in self._measured.values():
-            slope = (times[-1] - times[-3:][0]) / max(1, numbers[-1] - numbers[-3:][0])
-            at_contexts.append(np.interp(tokens, numbers, times) + slope * max(0, tokens - numbers[-1]))
-        ms = float(np.interp(context, list(self._measured), at_contexts))
-        return ms * (self.factor if tokens > 1 else self.step_factor)
-
     @functools.cached_property
     def _measured(self) -> dict[int, Floats]:
         """Numbers of tokens, in their order, and median times, by context."""
@@ -118,44 +102,55 @@ class EnginePrices(Prices):
             rows[step.context].append((step.tokens, float(np.median(ms))))
         return {context: np.array(row).T for context, row in rows.items()}
 
-    def parts_ms(self, request: RequestReplay, *, has_model: bool = False) -> tuple[float, float]:
-        """The time of a request's plain passes, and that of its verifications with a draft model's time."""
-        plain, verifying = 0.0, 0.0
+    def pass_ms(self, tokens: int, context: float) -> float:
+        """The time of a pass alone. Beyond the longest verification that was priced, it lies on the line through that
+        one and the last but two.
+        """
+        at_contexts = list[float]()
+        for numbers, times in self._measured.values():
+            slope = (times[-1] - times[-3:][0]) / max(1, numbers[-1] - numbers[-3:][0])
+            at_contexts.append(np.interp(tokens, numbers, times) + slope * max(0, tokens - numbers[-1]))
+        return float(np.interp(context, list(self._measured), at_contexts))
+
+    def parts_ms(self, request: RequestReplay) -> tuple[float, float]:
+        """The times of a request's passes over one token, and of its verifications, as they take alone."""
+        plain = verifying = 0.0
         for (tokens, unit), number in request.passes.items():
-            if (tokens, unit) not in self._known:
-                self._known[tokens, unit] = self.pass_ms(tokens, (unit + 0.5) * CONTEXT_STEP)
-            ms = number * self._known[tokens, unit]
-            plain, verifying = (plain + ms, verifying) if tokens == 1 else (plain, verifying + ms)
-        if has_model:
-            rounds, drafted, _ = request.counts
-            verifying += rounds * self.draft_ms[0] + drafted * self.draft_ms[1]
+            ms = number * self.pass_ms(tokens, (unit + 0.5) * CONTEXT_STEP)
+            if tokens == 1:
+                plain += ms
+            else:
+                verifying += ms
         return plain, verifying
+
+    def request_ms(self, request: RequestReplay) -> float:
+        """The time of a request in a server that speculates, without a draft model's."""
+        plain, verifying = self.parts_ms(request)
+        return self.factors["step"] * plain + self.factors["verification"] * verifying
 
     def ms(self, steps: EngineSteps) -> Floats:
         """See ``Prices.ms``. A token of a request without passes takes the mean time of the others' tokens."""
-        has_model = bool(steps.speculation and steps.speculation.model)
-        factor = 1.0 if steps.speculation else self.plain_factor
-        is_known = np.array([one.num_tokens > 0 for one in steps.requests])
-        parts = [sum(self.parts_ms(one, has_model=has_model)) / max(1, one.num_tokens) for one in steps.requests]
-        per_token = np.array(parts)
-        per_token[~is_known] = per_token[is_known].mean()
-        return factor * per_token * np.array(steps.new_tokens)
+        ms = np.array([self.request_ms(request) for request in steps.requests])
+        if steps.speculation is None:
+            ms *= self.factors["plain"]
+        elif steps.speculation.model:
+            draft_ms = [self.factors["draft_round_ms"], self.factors["draft_token_ms"]]
+            ms += np.array(steps.counts)[:, :2] @ draft_ms
+        tokens = np.array([request.num_tokens for request in steps.requests])
+        per_token = ms / np.maximum(1, tokens)
+        per_token[tokens == 0] = per_token[tokens > 0].mean()
+        return per_token * np.array(steps.new_tokens)
 
     def time_of(self, answer: Served) -> float:
         """The time of an answer on the prices' clock."""
         return answer.decode_ms if self.clock == "wall" else answer.cpu_ms
 
-    def text(self, *, has_one_loop: bool) -> str:
+    def text(self) -> str:
         """The prices in one line, in plain steps."""
         context = float(np.median([step.context for step in self.priced]))
-        most = max(step.tokens for step in self.priced)
-        step_ms = self.pass_ms(1, context)
-        shown = [f"{n}: {self.pass_ms(n, context) / step_ms:.1f}" for n in (2, 4, 8, 16, most)]
-        plain = "" if has_one_loop else f"; a step without speculation {self.plain_factor:.2f}"
-        return (
-            f"a verification of n tokens takes, in plain steps, {', '.join(shown)} ({self.clock} time; verifications take "
-            f"{self.factor:.2f} times what they take alone, steps {self.step_factor:.2f}){plain}"
-        )
+        shown = [f"{n}: {self.pass_ms(n, context) / self.pass_ms(1, context):.1f}" for n in (2, 4, 8, 16)]
+        factors = ", ".join(f"{name} {factor:.2f}" for name, factor in self.factors.items())
+        return f"a verification of n tokens takes, in plain steps, {', '.join(shown)} ({self.clock} time; {factors})"
 
 
 def served_prices(prices: EnginePrices, plain: Pairs, served: Pairs, *, has_one_loop: bool) -> EnginePrices:
@@ -163,32 +158,46 @@ def served_prices(prices: EnginePrices, plain: Pairs, served: Pairs, *, has_one_
     those without speculation too in an engine that ``has_one_loop``. Where too few verify drafts, both kinds of passes
     have one factor.
     """
-    from scipy.optimize import least_squares  # takes a second to import
-
     off, drafting = (
         [(*prices.parts_ms(replayed), prices.time_of(answer)) for answer, replayed in pairs if replayed.num_tokens]
         for pairs in (plain, served)
     )
     alone = float(np.median([ms / priced for priced, _, ms in off]))
-    step = factor = alone if has_one_loop else 1.0
+    step = verification = alone if has_one_loop else 1.0
     if sum(len(replayed.drafts) >= FEWEST for _, replayed in served) >= FEWEST:
         rows = np.array([*drafting, *(off if has_one_loop else ())])
-        misfit = lambda factors: rows[:, :2] @ factors / rows[:, 2] - 1  # noqa: E731
-        step, factor = least_squares(misfit, [1.0, 1.0], bounds=(0.5, 3.0), loss="soft_l1", f_scale=MISFIT).x.tolist()
-    return replace(prices, factor=factor, step_factor=step, plain_factor=1.0 if has_one_loop else alone / step)
+        step, verification = robust_fit(rows[:, :2], np.zeros(len(rows)), rows[:, 2], (0.5, 3.0))
+    plain_factor = 1.0 if has_one_loop else alone / step
+    factors = {"step": step, "verification": verification, "plain": plain_factor}
+    return replace(prices, factors=dict(prices.factors) | factors)
 
 
-def with_draft(prices: EnginePrices, served: Sequence[Pairs]) -> EnginePrices:
-    """The prices with the time of a draft model, by requests of two servers that drafted other numbers of tokens: what
-    a round takes beside its verification (medians over requests) is linear in the draft tokens.
+def with_draft(prices: EnginePrices, served: Pairs) -> EnginePrices:
+    """The prices with the time of a draft model, from requests of servers that drafted different numbers of tokens: it
+    is linear in the rounds and in the draft tokens.
     """
-    points = []
-    for pairs in served:
-        drafting = [(prices.time_of(one) - sum(prices.parts_ms(found)), found.counts) for one, found in pairs]
-        if not (drafting := [(ms, counts) for ms, counts in drafting if counts[0]]):
-            return prices
-        rounds = np.median([ms / counts[0] for ms, counts in drafting])
-        points.append((drafting[0][1][1] / drafting[0][1][0], float(rounds)))
-    (short, short_ms), (long, long_ms) = sorted(points)
-    token_ms = max(0.0, (long_ms - short_ms) / (long - short))
-    return replace(prices, draft_ms=(max(0.0, short_ms - short * token_ms), token_ms))
+    pairs = [(answer, replayed) for answer, replayed in served if replayed.num_tokens]
+    counts = np.array([replayed.counts[:2] for _, replayed in pairs], float)
+    priced = np.array([prices.request_ms(replayed) for _, replayed in pairs])
+    times = np.array([prices.time_of(answer) for answer, _ in pairs])
+    round_ms, token_ms = robust_fit(counts, priced, times, (0.0, np.inf))
+    return replace(prices, factors=dict(prices.factors) | {"draft_round_ms": round_ms, "draft_token_ms": token_ms})
+
+
+def robust_fit(rows: Floats, known: Floats, times: Floats, bounds: tuple[float, float]) -> list[float]:
+    """Two factors of the columns of ``rows`` whose sum with ``known`` comes near the times; outliers count less.
+
+    Args:
+        rows: [N, 2], in milliseconds or counts.
+        known: [N] milliseconds.
+        times: [N] milliseconds.
+        bounds: of both factors.
+    """
+    from scipy.optimize import least_squares  # takes a second to import
+
+    def misfit(factors: Floats) -> Floats:
+        misfits: Floats = (known + rows @ factors) / times - 1
+        return misfits
+
+    found: list[float] = least_squares(misfit, [1.0, 1.0], bounds=bounds, loss="soft_l1", f_scale=MISFIT).x.tolist()
+    return found

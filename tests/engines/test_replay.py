@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from autotune.documents.speculation import OPTIONS, Speculation
-from autotune.engines.ngram_drafters import POOL_FACTOR, POOL_SLOTS, KnownRequest
+from autotune.engines.ngram_drafters import KnownRequest, slot_of
 from autotune.engines.replay import new_drafter, replay_speculation
 from autotune.engines.served import Served
 from tests.engines import recorded_llama, recorded_vllm
@@ -56,12 +56,6 @@ def obvious_simple(tokens: list[int], n: int, m: int) -> list[int]:
 
 def obvious_mod(tokens: list[int], n: int, least: int, most: int) -> list[int]:
     """The pool holds the prompt's n-grams."""
-
-    def slot_of(gram: list[int]) -> int:
-        value = 0
-        for token in gram:
-            value = value * POOL_FACTOR + token
-        return value % POOL_SLOTS
 
     pool = {slot_of(tokens[i : i + n]): tokens[i + n] for i in range(50 - n)}
     draft = list(tokens)
