@@ -4,7 +4,6 @@ torch.
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import shlex
@@ -12,7 +11,7 @@ import shutil
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -56,8 +55,6 @@ class EngineBackend(Backend):
 
     program: ClassVar[str]
     """The executable's name."""
-    built: ClassVar[Path]
-    """Where ``make engines`` of this project's sources puts it, in the user's cache."""
     install: ClassVar[str]
     """How to get the program, for error messages."""
     models: ClassVar[str]
@@ -90,21 +87,19 @@ class EngineBackend(Backend):
         console: Console | None = None,
         seed: int = 0,
     ) -> None:
+        if url is not None and (command or draft):
+            option = "command" if command else "draft"
+            raise UserError(
+                f"--set {self.name}:url: a server that runs keeps its settings; leave {self.name}:{option} out"
+            )
         if (found := self.find_model(target, local_only=url is not None)) is None:
             raise UserError(f"{target}: {self.name} loads {self.models}; give one")
-        if url is not None and (draft or command):
-            option = "--draft" if draft else "command"
-            raise UserError(f"{option}: a server at a URL keeps its settings; leave one of the two out")
         self.target, self.model = found
         self.url, self.is_fixed = url, url is not None
         self.console, self.seed, self.build = console or Console(), seed, ""
-        self.executable, self.arguments = Path(self.program), list[str]()
-        if url is None:
-            self.executable, self.arguments = self.find(command)
+        self.executable, self.arguments = self.find(command) if url is None else (Path(self.program), [])
         self.precision = self.find_precision()
-        self.missing: dict[str, str] = (
-            {} if self.is_fixed else dict.fromkeys(self.missing_types(), "the build does not have it")
-        )
+        self.missing = dict.fromkeys(() if self.is_fixed else self.missing_types(), "the build does not have it")
         self.chains = list[Speculation]()
         if draft is not None:
             kind, path = self.find_draft(draft, self.target)
@@ -129,8 +124,9 @@ class EngineBackend(Backend):
     def find(cls, command: str | None) -> tuple[Path, list[str]]:
         """The executable and the user's arguments."""
         words = shlex.split(command or cls.program) or [""]
-        built = user_cache().parent / "autotune-engines" / cls.built
-        found = shutil.which(words[0]) or (built if words[0] == cls.program and built.exists() else None)
+        found = shutil.which(words[0])
+        if found is None and words[0] == cls.program:  # which ``make engines`` of this project's sources may have built
+            found = shutil.which(user_cache().parent / "autotune-engines" / cls.name / "bin" / cls.program)
         if found is None:
             raise UserError(
                 f"{words[0] or 'command'}: no such executable; {cls.install}, or give --set {cls.name}:command=..."
@@ -190,7 +186,12 @@ class EngineBackend(Backend):
     def started(
         self, speculation: Speculation | None = None, at_once: int = 1, longest: int = 0
     ) -> Iterator[EngineServer]:
-        """Start a server in a new state; see ``process.running``."""
+        """A server in a new state, see ``process.running``, or the one at the URL."""
+        if self.url is not None:
+            server = self.server(self.url)
+            self.build = server.build
+            yield server
+            return
         alias = f"autotune-{os.urandom(8).hex()}"
         words = [*self.words(speculation), *self.own_words(alias, at_once, longest)]
         with running(words, self.program) as (url, process):
@@ -203,14 +204,6 @@ class EngineBackend(Backend):
             self.build = self.build_of(server)
             yield server
 
-    def _server(self, speculation: Speculation | None) -> AbstractContextManager[EngineServer]:
-        """A new server, or the one at the URL."""
-        if self.url is None:
-            return self.started(speculation)
-        server = self.server(self.url)
-        self.build = server.build
-        return nullcontext(server)
-
     def configurations(self) -> list[Speculation]:
         found = list[Speculation]()
         for kind, rows in self.space.items():
@@ -222,7 +215,7 @@ class EngineBackend(Backend):
 
     def record(self, prompts: Sequence[WorkloadPrompt], until: float = math.inf) -> EngineRecorded:
         require_served(prompts, self.name, reads_images=self.reads_images)
-        with self._server(None) as server:
+        with self.started(None) as server:
             first = server.prompt_tokens(prompts[0])  # by the engine's chat template and tokenizer
             where = [self.model.sha256 or self.model.id, self.build, self.url, self.arguments, first]
             folder = WORKSPACE / "engines" / content_key(where)
@@ -271,32 +264,26 @@ class EngineBackend(Backend):
         with self.started(self.chains[-1]) as server:
             chain = self._recorded(server, recorded.prompts, folder, math.inf)
             long = [server.ask(prompt) for prompt in longest]
-        if lacking := sum(answer.lacks_rounds for answer in chain):
-            self.console.say(
-                f"draft      {lacking} of {len(chain)} answers came without their rounds; their tokens count as those of the others"
-            )
         with self.started(self.chains[0]) as server:
             short = [server.ask(prompt) for prompt in longest]
         if not all(any(answer.drafted_lengths for answer in rows) for rows in (chain, long, short)):
             self.console.say("draft      the draft model is left out: replies of the engine do not tell its rounds")
             self.chains = []
             return recorded
-        return replace(recorded, chain=chain, chain_times=(short, long))
+        ends = (self.chains[0], short), (self.chains[-1], long)
+        drafted = [replayed_pairs(speculation, answers, recorded.context) for speculation, answers in ends]
+        return replace(recorded, chain=chain, drafted=[*drafted[0], *drafted[1]])
 
     def price(self, recorded: EngineRecorded, until: float = math.inf) -> EnginePrices:
         """Passes are priced in a server of the self-test, whose requests are answered before."""
         left_out, served = dict(self.missing), list[Any]()
         with ExitStack() as stack:
-            pricing = stack.enter_context(self._server(self.tested[0]))
+            pricing = stack.enter_context(self.started(self.tested[0]))
             for tested in () if self.is_fixed else self.tested:
                 if tested.type not in left_out:
                     pairs, reason = self._self_test(tested, pricing, recorded)
                     served += pairs
                     left_out |= reason
-            if not set(self.space) - set(left_out) and not self.chains:
-                raise UserError(
-                    "the counts differ from the replay's in every type; use the build that docs/engines.md names"
-                )
             asked = sorted((answer.prompt_tokens for answer in recorded.answers), key=len)
             ends = asked[:: max(1, len(asked) - 1)]  # after the shortest and the longest prompt
             with self.console.stage("prices of forward passes") as update:
@@ -305,9 +292,7 @@ class EngineBackend(Backend):
         plain = replayed_pairs(None, recorded.again, recorded.context)
         prices = served_prices(EnginePrices(steps, left_out), plain, served, has_one_loop=has_one_loop)
         if self.chains:
-            ends_of_chains = zip((self.chains[0], self.chains[-1]), recorded.chain_times, strict=True)
-            pairs = (replayed_pairs(chain, answers, recorded.context) for chain, answers in ends_of_chains)
-            prices = with_draft(prices, list(itertools.chain(*pairs)))
+            prices = with_draft(prices, recorded.drafted)
         self.console.say(f"prices     {prices.text()}")
         return prices
 
@@ -344,8 +329,6 @@ class EngineBackend(Backend):
 
     @contextmanager
     def arm(self, configuration: Speculation | None) -> Iterator[EngineArm]:
-        if self.is_fixed:
-            raise UserError(f"{self.url}: a server at a URL keeps its settings, and is not measured; leave the URL out")
         with self.started(configuration) as server:
             key = [self.name, self.model.sha256 or self.model.id, self.build, self.arguments]
             yield EngineArm(
@@ -369,8 +352,6 @@ class EngineBackend(Backend):
     def loads(
         self, configurations: Sequence[Speculation | None], recorded: EngineRecorded, requests_at_once: int
     ) -> list[ServedLoad]:
-        if self.is_fixed:
-            raise UserError("--requests-at-once: a server at a URL keeps its settings; leave one of the two out")
         answers, loads = recorded.answers, list[ServedLoad]()
         longest = max(len(one.prompt_tokens) + one.limit for one in answers) + PRICED_TOKENS[-1]  # with a draft
         with self.console.stage("requests at once", len(configurations)) as update:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -29,7 +29,10 @@ from autotune.workloads.prompt import WorkloadPrompt
 ANSWER_TIMEOUT_S = 600.0  # of one request
 ASK_TIMEOUT_S = 20.0  # of a question about the engine
 MOST_BYTES = 1 << 26  # of a reply
-TEXT, TOKENS, TIMES = TypeAdapter(str), TypeAdapter(list[Natural]), TypeAdapter(list[Milliseconds])
+TEXT, NATURAL, TOKENS = TypeAdapter[str](str), TypeAdapter[int](Natural), TypeAdapter[list[int]](list[Natural])
+TIMES = TypeAdapter[list[float]](list[Milliseconds])
+OBJECT = TypeAdapter[dict[str, Any]](dict[str, Any])
+T = TypeVar("T")
 ADVICE = "give the address of a serving engine, such as http://localhost:8000"
 
 SAMPLE = re.compile(r"^((?:vllm|llamacpp):(?:spec_decode|generation)\w+_total)(?:\{.*\})? (\S+)", re.MULTILINE)
@@ -52,7 +55,7 @@ class EngineServer(ABC):
 
     build: str
     """The server's own name of its build."""
-    alias: object
+    alias: str
     """The model's name there."""
     context: int
     """Tokens of a request."""
@@ -76,13 +79,23 @@ class EngineServer(ABC):
 
     def read_json(self, path: str, body: dict[str, Any] | None = None, advice: str = ADVICE) -> dict[str, Any]:
         content = self.read(path, body, advice)
-        try:
-            value = parse_json(content.decode())
-        except ValueError:
-            value = None
-        if not isinstance(value, dict):
-            raise UserError(f"{self.url}{path}: not a JSON object; {ADVICE}")
-        return value
+        with self.reply_of(path):
+            return OBJECT.validate_python(parse_json(content.decode()))
+
+    def value(
+        self,
+        path: str,
+        kind: TypeAdapter[T],
+        *keys: str | int,
+        body: dict[str, Any] | None = None,
+        advice: str = ADVICE,
+    ) -> T:
+        """The value at some keys of a reply, which has to be of a kind."""
+        found: Any = self.read_json(path, body, advice)
+        with self.reply_of(path):
+            for key in keys:
+                found = found[key]
+            return kind.validate_python(found, strict=True)
 
     def read(self, path: str, body: dict[str, Any] | None = None, advice: str = ADVICE) -> bytes:
         return b"".join(self.lines(path, body, advice))
@@ -120,12 +133,7 @@ class EngineServer(ABC):
                 if response.length:
                     raise HTTPException("its reply is cut short")
         except urllib.error.HTTPError as error:
-            message = ""
-            with suppress(OSError, HTTPException):
-                message = _message(error.read(MOST_BYTES))
-            raise UserError(
-                f"{self.url}{path}: the engine answers {error.code}{message and f', {message}'}; {advice}"
-            ) from None
+            raise UserError(f"{self.url}{path}: the engine answers {error.code}{_message(error)}; {advice}") from None
         except (OSError, ValueError, HTTPException) as error:  # refused, timed out, cut short, no HTTP, or no address
             reason = getattr(error, "reason", error)
             raise UserError(f"{self.url}: no engine answers ({reason}); start it, or check the address") from None
@@ -190,12 +198,9 @@ class EngineServer(ABC):
         return nanoseconds / 1e6
 
 
-def _message(body: bytes) -> str:
-    """The message of an error in one line, as OpenAI's API has it."""
-    try:
-        content = parse_json(body.decode())
-        found = content.get("error", content)
-        message = found.get("message", "") if isinstance(found, dict) else found
-    except (ValueError, AttributeError):
-        return ""
-    return " ".join(str(message).split())[:400]
+def _message(error: urllib.error.HTTPError) -> str:
+    """The message of an error in one line after a comma, as OpenAI's API has it; empty for a reply without."""
+    with suppress(OSError, HTTPException, ValueError, TypeError, LookupError, AttributeError):
+        content = parse_json(error.read(MOST_BYTES).decode())
+        return ", " + " ".join(str(content.get("error", content)["message"]).split())[:400]
+    return ""

@@ -13,7 +13,7 @@ from typing import Any
 from autotune.documents.provenance import ModelReference
 from autotune.documents.speculation import ModelType, Speculation
 from autotune.engines.engine import EngineBackend
-from autotune.engines.engine_server import TEXT, TIMES, TOKENS, EngineServer, text_chat
+from autotune.engines.engine_server import NATURAL, TEXT, TIMES, TOKENS, EngineServer, text_chat
 from autotune.engines.served import Served
 from autotune.errors import UserError
 from autotune.files import known_sha256_of
@@ -60,20 +60,15 @@ class LlamaServer(EngineServer):
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        props = self.read_json("/props")
-        with self.reply_of("/props"):
-            (self.context,) = TOKENS.validate_python([props["default_generation_settings"]["n_ctx"]], strict=True)
-            self.build = TEXT.validate_python(props["build_info"], strict=True)
-        self.alias = props.get("model_alias")
+        self.context = self.value("/props", NATURAL, "default_generation_settings", "n_ctx")
+        self.build = self.value("/props", TEXT, "build_info")
+        self.alias = self.value("/props", TEXT, "model_alias")
 
     def prompt_tokens(self, prompt: WorkloadPrompt) -> list[int]:
-        with self.reply_of("/apply-template"):
-            reply = self.read_json("/apply-template", text_chat(prompt), "check its chat template")
-            text = TEXT.validate_python(reply["prompt"], strict=True)
+        chat, advice = text_chat(prompt), "check its chat template"
+        text = self.value("/apply-template", TEXT, "prompt", body=chat, advice=advice)
         request = {"content": text, "add_special": True, "parse_special": True}
-        with self.reply_of("/tokenize"):
-            tokens = self.read_json("/tokenize", request, "check its version")["tokens"]
-            return TOKENS.validate_python(tokens, strict=True)
+        return self.value("/tokenize", TOKENS, "tokens", body=request)
 
     def answer(self, tokens: list[int], limit: int, prompt: WorkloadPrompt | None = None) -> Served:
         """After a request that only reads the prompt: from nothing, so that no answer depends on the order of prompts,
@@ -133,9 +128,7 @@ class LlamaServer(EngineServer):
         return tokens, [spent for _, spent in parts]
 
     def text(self, tokens: Sequence[int]) -> str:
-        with self.reply_of("/detokenize"):
-            reply = self.read_json("/detokenize", {"tokens": list(tokens)})
-            return TEXT.validate_python(reply["content"], strict=True)
+        return self.value("/detokenize", TEXT, "content", body={"tokens": list(tokens)})
 
 
 class LlamaBackend(EngineBackend):
@@ -143,7 +136,6 @@ class LlamaBackend(EngineBackend):
 
     name = "llama.cpp"
     program = "llama-server"
-    built = Path("llama.cpp") / "bin" / program
     install = "install llama.cpp (https://github.com/ggml-org/llama.cpp)"
     models = "a GGUF file, or a folder with one"
     server = LlamaServer

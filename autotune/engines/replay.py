@@ -50,8 +50,8 @@ class EngineRecorded:
     """Most tokens of a request."""
     chain: Sequence[Served] = ()
     """Answers of a server with the longest chain of a draft model."""
-    chain_times: tuple[Sequence[Served], Sequence[Served]] = ((), ())
-    """Answers of today to the longest prompts, with the shortest chain and with the longest."""
+    drafted: Sequence[tuple[Served, RequestReplay]] = ()
+    """Answers of today to the longest prompts, with the shortest chain and with the longest, beside their replay."""
 
     @functools.cached_property
     def known(self) -> list[KnownRequest]:

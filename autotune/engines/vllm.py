@@ -16,7 +16,7 @@ from typing import Any
 from autotune.documents.provenance import ModelReference
 from autotune.documents.speculation import OPTIONS, ModelType, Speculation
 from autotune.engines.engine import EngineBackend
-from autotune.engines.engine_server import TEXT, TOKENS, EngineServer, text_chat
+from autotune.engines.engine_server import NATURAL, TEXT, TOKENS, EngineServer, text_chat
 from autotune.engines.model_files import find_model_files, served_draft, served_target
 from autotune.engines.served import Served
 from autotune.errors import UserError
@@ -102,13 +102,9 @@ class VllmServer(EngineServer):
         super().__init__(url)
         if "vllm:" not in self.read("/metrics", advice="it exposes no metrics").decode(errors="replace"):
             raise UserError(f"{url}: its metrics are not vLLM's; give the address of a vLLM")
-        version, models = self.read_json("/version"), self.read_json("/v1/models")
-        with self.reply_of("/version"):
-            self.build = TEXT.validate_python(version["version"], strict=True)
-        with self.reply_of("/v1/models"):
-            self.model = TEXT.validate_python(models["data"][0]["id"], strict=True)
-            (self.context,) = TOKENS.validate_python([models["data"][0]["max_model_len"]], strict=True)
-        self.alias = self.model
+        self.build = self.value("/version", TEXT, "version")
+        self.alias = self.value("/v1/models", TEXT, "data", 0, "id")
+        self.context = self.value("/v1/models", NATURAL, "data", 0, "max_model_len")
 
     @property
     def keeps_answers(self) -> bool:
@@ -116,10 +112,8 @@ class VllmServer(EngineServer):
         return self.speculation is not None and self.speculation.type == "suffix"
 
     def prompt_tokens(self, prompt: WorkloadPrompt) -> list[int]:
-        request = {"model": self.model, **chat_request(prompt)}
-        with self.reply_of("/tokenize"):
-            tokens = self.read_json("/tokenize", request, "check its chat template")["tokens"]
-            return TOKENS.validate_python(tokens, strict=True)
+        request = {"model": self.alias, **chat_request(prompt)}
+        return self.value("/tokenize", TOKENS, "tokens", body=request, advice="check its chat template")
 
     def answer(self, tokens: list[int], limit: int, prompt: WorkloadPrompt | None = None) -> Served:
         """After a request that only reads the prompt, unless the server drafts from its earlier answers.
@@ -202,7 +196,7 @@ class VllmServer(EngineServer):
         generation.
         """
         path = COMPLETIONS if "prompt" in request else CHAT
-        body = {"model": self.model, "max_tokens": limit, "temperature": 0.0, "return_token_ids": True}
+        body = {"model": self.alias, "max_tokens": limit, "temperature": 0.0, "return_token_ids": True}
         body |= request | options
         if len(tokens) % BLOCK == 1:  # with all blocks in the cache, vLLM would pad the first pass with drafts
             body["cache_salt"] = os.urandom(8).hex()
@@ -222,9 +216,7 @@ class VllmServer(EngineServer):
         return list(itertools.chain(*parts)), seconds
 
     def text(self, tokens: Sequence[int]) -> str:
-        with self.reply_of("/detokenize"):
-            reply = self.read_json("/detokenize", {"model": self.model, "tokens": list(tokens)})
-            return TEXT.validate_python(reply["prompt"], strict=True)
+        return self.value("/detokenize", TEXT, "prompt", body={"model": self.alias, "tokens": list(tokens)})
 
 
 class VllmBackend(EngineBackend):
@@ -232,7 +224,6 @@ class VllmBackend(EngineBackend):
 
     name = "vllm"
     program = "vllm"
-    built = Path("vllm") / "bin" / program
     install = "install vLLM (pip install vllm)"
     models = "a folder with config.json, or an id of the Hugging Face hub"
     server = VllmServer

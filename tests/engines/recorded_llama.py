@@ -44,7 +44,7 @@ PROMPTS = (
     "Write an HTML table with three rows and three columns.",
     "Copy this list twice: apple, pear, plum, cherry, quince, apple, pear, plum, fig, grape. Then sort it.",
 )
-SWITCHES = ("--other-rule", "--dies", "--dies-drafting", "--killed", "--unsteady", "--merges", "--merges-all")
+SWITCHES = ("--dies", "--dies-drafting", "--killed", "--unsteady", "--merges", "--merges-all")
 HELP = "--spec-type none,ngram-simple,ngram-mod   types\n--metrics\n"
 
 
@@ -137,7 +137,6 @@ class RecordedServer:
     def counted(self, answer: Served) -> Served:
         self.replayed = replay_request(self.drafter, self.request(answer), CONTEXT)
         rounds, drafted, accepted = self.replayed.counts
-        drafted += "--other-rule" in self.switches and self.drafter is not None
         for name, number in zip(self.counts, (rounds, drafted, accepted), strict=True):
             self.counts[name] += number
         return answer.model_copy(update={"verified_nodes": drafted, "accepted_lengths": [accepted]})

@@ -79,7 +79,7 @@ def ask(replies: dict[str, Any]) -> list[int]:
 
 
 LLAMA_REPLIES: dict[str, Any] = {
-    "/props": {"default_generation_settings": {"n_ctx": 64}, "build_info": "b1"},
+    "/props": {"default_generation_settings": {"n_ctx": 64}, "build_info": "b1", "model_alias": "x"},
     "/apply-template": {"prompt": "x"},
     "/tokenize": {"tokens": [3]},
     "/completion": {
