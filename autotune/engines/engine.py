@@ -70,8 +70,6 @@ class EngineBackend(Backend):
     """Values of the options that are replayed beside the defaults, by type."""
     tolerated_mismatches: ClassVar[float] = 0.0
     """The share of requests whose counts may differ from the replay's."""
-    reads_images: ClassVar[bool] = False
-    """Whether prompts with images are served; else they are refused."""
     has_one_loop: ClassVar[bool] = True
     """Whether a pass without speculation takes the same time in a server that speculates."""
     pause_s: ClassVar[float] = 0.0
@@ -107,15 +105,11 @@ class EngineBackend(Backend):
             self.chains = [Speculation(type=kind, options={option: k}, model=f"{path}") for k in CHAINS]
 
     @classmethod
-    def restored(cls, deployment: Deployment, *, command: str | None = None, console: Console | None = None) -> Self:
-        """The engine of a profile: the executable that it names, or that of ``command``.
-
-        Raises:
-            UserError: there is none, or the model is another one.
-        """
+    def restored(cls, deployment: Deployment, *, command: str | None = None, **options: Any) -> Self:
+        """With the executable that the profile names, or that of ``command``."""
         if command is None and Path(deployment.command[0]).exists():
             command = shlex.join([deployment.command[0], *deployment.arguments])
-        backend = cls(deployment.model.id, command=command, console=console)
+        backend = cls(deployment.model.id, command=command, **options)
         if not backend.model.is_same(deployment.model):
             raise UserError(f"{deployment.model.id}: not the model that the profile was tuned for; restore its files")
         return backend
@@ -214,7 +208,7 @@ class EngineBackend(Backend):
         return list({one.label: one for one in [*found, *self.chains]}.values())
 
     def record(self, prompts: Sequence[WorkloadPrompt], until: float = math.inf) -> EngineRecorded:
-        require_served(prompts, self.name, reads_images=self.reads_images)
+        require_served(prompts, reads_images=self.server.reads_images)
         with self.started(None) as server:
             first = server.prompt_tokens(prompts[0])  # by the engine's chat template and tokenizer
             where = [self.model.sha256 or self.model.id, self.build, self.url, self.arguments, first]

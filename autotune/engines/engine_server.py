@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from autotune.documents.speculation import Milliseconds, Natural, Speculation
 from autotune.engines.process import ENDING_S, open_url
-from autotune.engines.served import Served
+from autotune.engines.served import Served, require_served
 from autotune.errors import UserError, reading
 from autotune.strict_parsing import parse_json
 from autotune.workloads.chat import Message
@@ -67,6 +67,8 @@ class EngineServer(ABC):
     """Arguments with which a server drafts as ``verify`` needs."""
     longest: int
     """Most tokens of a verification that is priced."""
+    reads_images: bool = False
+    """Whether prompts with images are served; else they are refused."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -144,7 +146,12 @@ class EngineServer(ABC):
         return self.speculation is not None and bool(self.speculation.model)
 
     def ask(self, prompt: WorkloadPrompt) -> Served:
-        """Decode one prompt greedily. Reading it takes none of the time."""
+        """Decode one prompt greedily. Reading it takes none of the time.
+
+        Raises:
+            UserError: the server fails, or does not decode such prompts (``require_served``).
+        """
+        require_served([prompt], reads_images=self.reads_images)
         answer = self.answer(self.prompt_tokens(prompt), prompt.settings.max_new_tokens, prompt)
         named = {"prompt": prompt.name, "prompt_sha256": prompt.sha256, "task": prompt.settings.task}
         return answer.model_copy(update=named)

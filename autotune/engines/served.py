@@ -62,14 +62,11 @@ class Served(Decoded):
         return self.rounds, self.verified_nodes, self.accepted_tokens
 
 
-def require_served(prompts: Sequence[WorkloadPrompt], engine: str, *, reads_images: bool) -> None:
+def require_served(prompts: Sequence[WorkloadPrompt], *, reads_images: bool) -> None:
     """Refuse prompts that an engine is not tuned for: it decodes at temperature 0, and may read no images."""
     for prompt in prompts:
-        if prompt.videos:
-            raise UserError(f"{prompt.name}: has a video, and engines are tuned on text and images; leave it out")
-        if prompt.images and not reads_images:
-            raise UserError(
-                f"{prompt.name}: has an image, and {engine} is tuned on text; leave such prompts out, or tune vllm"
-            )
+        if prompt.videos or (prompt.images and not reads_images):
+            kind = "a video" if prompt.videos else "an image"
+            raise UserError(f"{prompt.name}: has {kind}; llama.cpp is tuned on text, and vllm on text and images")
         if prompt.settings.temperature > 0:
             raise UserError(f"{prompt.name}: engines are tuned at temperature 0; set the prompt's temperature to 0")

@@ -97,6 +97,7 @@ class VllmServer(EngineServer):
 
     priced_by = "{} '{}'".format(*vllm_arguments(PRICED_BY))
     longest = int(PRICED_BY.options["num_speculative_tokens"]) + 1
+    reads_images = True
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -230,7 +231,6 @@ class VllmBackend(EngineBackend):
     own_arguments = ("--model", "--served-model-name", "--host", "--port", "-sc")
     tested = (PRICED_BY, Speculation(type="suffix", options=OPTIONS["suffix"]))
     space = SPACE
-    reads_images = True
     tolerated_mismatches = 0.1  # tokens beyond an answer's end are rounded otherwise when asked for
     has_one_loop = False  # it schedules a pass while the last one runs, unless it speculates by n-grams or suffixes
     pause_s = 1.2

@@ -93,7 +93,7 @@ REFUSED = {
         ((*RUN, "--device", "cpu"), "--device: not an option for a profile of llama.cpp; leave it out"),
         ((*RUN, "--dtype", "float32"), "--dtype: not an option"),
         ((*RUN, "--temperature", "1"), "engines are tuned at temperature 0"),
-        ((*RUN, "--image", "red.png"), "has an image, and llama.cpp is tuned on text"),
+        ((*RUN, "--image", "red.png"), "has an image; llama.cpp is tuned on text"),
         ((*RUN, "--engine-command", "nowhere"), "nowhere: no such executable"),
     ],
     "bench": [

@@ -10,22 +10,19 @@ import pytest
 from autotune.console import Console
 from autotune.documents.decoding_profile import AR, DecodingProfile
 from autotune.errors import UserError
-from autotune.search.engine_tuning import EngineTuning
-from autotune.workloads.prompt import Prompt, WorkloadPrompt
-from autotune.workloads.workload import Workload, WorkloadSplit
+from autotune.search.engine_tuning import tune_engine
+from autotune.search.settings import SearchSettings
+from tests.sample_documents import write_workload
 from tests.search.fake_backend import FakeBackend
 
 ALL = ("copy", "copy(2)", "guess", "guess(2)")
 
 
-def workload(split: WorkloadSplit, num_prompts: int) -> Workload:
-    prompts = [WorkloadPrompt(f"{split} {n}", Prompt(prompt=f"{split} {n}"), ()) for n in range(num_prompts)]
-    return Workload("by hand", split, tuple(prompts))
-
-
 def tuned(backend: FakeBackend, folder: Path, **options: Any) -> DecodingProfile:
-    prompts = workload("tune", 8), workload("evaluate", 32)
-    return EngineTuning(backend, *prompts, folder / "runs.jsonl", Console(), 60.0, **options).run()
+    """Tuned on 16 prompts, with 16 held out."""
+    workload = write_workload(folder, [{"prompt": f"Go on {n}."} for n in range(32)])
+    settings = SearchSettings(target="digits/target", workload=str(workload), **options)
+    return tune_engine(backend, settings, 60.0, folder, Console())
 
 
 def test_the_profile_deploys_what_was_fastest_in_the_engine(tmp_path: Path) -> None:
