@@ -196,7 +196,7 @@ def evaluate(
     fastest one if it is significantly faster than plain decoding; else None.
     """
     raced = races.race("evaluation, measured", arms, held_out, EVALUATION, deadline)
-    default, *_, winner = arms
+    (default, *_), winner = arms, list(arms)[-1]
     chosen = None if AR in raced.remaining else arms[raced.remaining[0]]
     tuned = winner if chosen is None else chosen.name
     names = [name for name in (AR, *arms) if name != tuned and raced.runs[name]] + [tuned]

@@ -19,8 +19,8 @@ ALL = ("copy", "copy(2)", "guess", "guess(2)")
 
 
 def tuned(backend: FakeBackend, folder: Path, **options: Any) -> DecodingProfile:
-    """Tuned on 16 prompts, with 16 held out."""
-    workload = write_workload(folder, [{"prompt": f"Go on {n}."} for n in range(32)])
+    """Tuned on the first 24 of 32 prompts, with 32 held out."""
+    workload = write_workload(folder, [{"prompt": f"Go on {n}."} for n in range(64)])
     settings = SearchSettings(target="digits/target", workload=str(workload), **options)
     return tune_engine(backend, settings, 60.0, folder, Console())
 
