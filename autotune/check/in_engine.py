@@ -15,6 +15,7 @@ from autotune.console import Console
 from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile
 from autotune.documents.deployment import Deployment
+from autotune.documents.speculation import Speculation
 from autotune.engines.backend import Backend
 from autotune.files import content_key, sha256_of
 from autotune.machine.container import num_cores
@@ -80,7 +81,7 @@ def _first_difference(run: Decoded, other: Decoded) -> int:
     return next((number for number, (one, two) in enumerate(pairs) if one != two), shorter)
 
 
-def _replay_gate(workload: Workload, runs: Sequence[Decoded], backend: Backend, configuration: object) -> Gate:
+def _replay_gate(workload: Workload, runs: Sequence[Decoded], backend: Backend, configuration: Speculation) -> Gate:
     """The gate on the counts compared with the replay's, by which the search has chosen. Drafts follow from earlier
     answers too, so that a difference only warns where answers differ from plain decoding's.
     """

@@ -23,9 +23,16 @@ from autotune.documents.speculation import OPTIONS, ModelType, Options, Speculat
 from autotune.engines.backend import Backend, EngineArm
 from autotune.engines.engine_server import EngineServer
 from autotune.engines.loads import measure_load, show_loads
-from autotune.engines.prices import PRICED_TOKENS, EnginePrices, Pairs, measure_verifications, served_prices, with_draft
+from autotune.engines.prices import PRICED_TOKENS, EnginePrices, Pairs, measure_verifications, served_prices
 from autotune.engines.process import running
-from autotune.engines.replay import KEEPS_STATE, EngineRecorded, EngineSteps, replay_speculation, replayed_pairs
+from autotune.engines.replay import (
+    KEEPS_STATE,
+    ChainSteps,
+    EngineRecorded,
+    EngineSteps,
+    replay_speculation,
+    replayed_pairs,
+)
 from autotune.engines.served import Served, require_served
 from autotune.errors import UserError
 from autotune.files import WORKSPACE, append_line, content_key, read_lines, user_cache
@@ -36,7 +43,7 @@ OFF = "off"
 FEWEST_PROMPTS = 4  # are recorded, whatever time that takes
 AGAIN = 4  # prompts that are asked again
 SELF_TEST = 12  # prompts
-CHAINS = range(1, 9)  # tokens of a draft model's chains
+CHAINS = (1, 3, 5, 8)  # tokens of a draft model's chains; 3 is the default
 
 
 class EngineBackend(Backend):
@@ -229,7 +236,11 @@ class EngineBackend(Backend):
             f"plain      {sum(len(answer.tokens) for answer in answers)} tokens of {len(prompts)} prompts, in {folder}; asked again, "
             f"{differing} of {len(again)} answers differ"
         )
-        return self._with_chain(recorded, [prompts[number] for number in longest], folder) if self.chains else recorded
+        chains = dict[str, Sequence[Served]]()
+        for chain in self.chains:
+            with self.started(chain) as server:
+                chains[chain.key] = self._recorded(server, prompts, folder, until)
+        return replace(recorded, chains=chains)
 
     def _recorded(
         self, server: EngineServer, prompts: Sequence[WorkloadPrompt], folder: Path, until: float
@@ -244,29 +255,13 @@ class EngineBackend(Backend):
                     break
                 if prompt.sha256 not in known:
                     answer = server.ask(prompt)
-                    answer = answer.model_copy(update={"beyond": server.continuation(answer, prompt)})
+                    if server.speculation is None:
+                        answer = answer.model_copy(update={"beyond": server.continuation(answer, prompt)})
                     known[prompt.sha256] = answer.model_dump(mode="json", exclude_unset=True)
                     append_line(file, known[prompt.sha256])
                 answers.append(Served.model_validate(known[prompt.sha256]))
                 update(number, len(prompts))
         return answers
-
-    def _with_chain(self, recorded: EngineRecorded, longest: Sequence[WorkloadPrompt], folder: Path) -> EngineRecorded:
-        """The record with the answers of a draft model's longest chain, from which the others are replayed; the
-        shortest one tests this.
-        """
-        with self.started(self.chains[-1]) as server:
-            chain = self._recorded(server, recorded.prompts, folder, math.inf)
-            long = [server.ask(prompt) for prompt in longest]
-        with self.started(self.chains[0]) as server:
-            short = [server.ask(prompt) for prompt in longest]
-        if not all(any(answer.drafted_lengths for answer in rows) for rows in (chain, long, short)):
-            self.console.say("draft      the draft model is left out: replies of the engine do not tell its rounds")
-            self.chains = []
-            return recorded
-        ends = (self.chains[0], short), (self.chains[-1], long)
-        drafted = [replayed_pairs(speculation, answers, recorded.context) for speculation, answers in ends]
-        return replace(recorded, chain=chain, drafted=[*drafted[0], *drafted[1]])
 
     def price(self, recorded: EngineRecorded, until: float = math.inf) -> EnginePrices:
         """Passes are priced in a server of the self-test, whose requests are answered before."""
@@ -285,8 +280,6 @@ class EngineBackend(Backend):
         has_one_loop = self.has_one_loop or self.is_fixed  # a server at a URL drafts in its plain answers too
         plain = replayed_pairs(None, recorded.again, recorded.context)
         prices = served_prices(EnginePrices(steps, left_out), plain, served, has_one_loop=has_one_loop)
-        if self.chains:
-            prices = with_draft(prices, recorded.drafted)
         self.console.say(f"prices     {prices.text()}")
         return prices
 
@@ -314,12 +307,13 @@ class EngineBackend(Backend):
         self.console.say(f"self-test  {tested.type} is left out: the build has another rule; predicted are {texts[1]}")
         return [], {tested.type: f"{texts[0]}; predicted are {texts[1]}"}
 
-    def replay(self, configuration: Speculation | None, recorded: EngineRecorded) -> EngineSteps:
-        """Along the plain answers; a draft model's chains along those of the longest one."""
-        has_model = configuration is not None and bool(configuration.model)
-        requests = recorded.known_chain if has_model else recorded.known
-        replays = replay_speculation(configuration, requests, recorded.context)
-        return EngineSteps(configuration, replays, [len(answer.tokens) - 1 for answer in recorded.answers])
+    def replay(self, configuration: Speculation | None, recorded: EngineRecorded) -> EngineSteps | ChainSteps:
+        """Along the plain answers. The answers of a draft model's chain were recorded in servers of its own."""
+        new_tokens = [len(answer.tokens) - 1 for answer in recorded.answers]
+        if configuration is not None and configuration.model:
+            return ChainSteps(recorded.chains[configuration.key], new_tokens)
+        replays = replay_speculation(configuration, recorded.known, recorded.context)
+        return EngineSteps(configuration, replays, new_tokens)
 
     @contextmanager
     def arm(self, configuration: Speculation | None) -> Iterator[EngineArm]:

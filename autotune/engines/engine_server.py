@@ -140,11 +140,6 @@ class EngineServer(ABC):
             reason = getattr(error, "reason", error)
             raise UserError(f"{self.url}: no engine answers ({reason}); start it, or check the address") from None
 
-    @property
-    def has_draft(self) -> bool:
-        """Whether a draft model drafts before every pass."""
-        return self.speculation is not None and bool(self.speculation.model)
-
     def ask(self, prompt: WorkloadPrompt) -> Served:
         """Decode one prompt greedily. Reading it takes none of the time.
 

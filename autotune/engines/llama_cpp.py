@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import shlex
 import subprocess
@@ -74,7 +73,7 @@ class LlamaServer(EngineServer):
         """After a request that only reads the prompt: from nothing, so that no answer depends on the order of prompts,
         and outside the CPU time.
         """
-        self._parts(tokens, 1, cache_prompt=False)
+        self._completed(tokens, 1, cache_prompt=False)
         before = self._verifications()
         answer = self._timed(tokens, limit)
         return answer.model_copy(update={"rounds": self._verifications() - before})
@@ -92,33 +91,27 @@ class LlamaServer(EngineServer):
 
     def _timed(self, tokens: list[int], limit: int, **options: Any) -> Served:
         before = self.cpu_ms()
-        parts = self._parts(tokens, limit, **options)
+        reply = self._completed(tokens, limit, **options)
         spent = max(0.0, self.cpu_ms() - before)
         with self.reply_of("/completion"):
-            timings = [part["timings"] for part in parts]
-            times = [timings[-1][name] for name in ("predicted_ms", "prompt_ms")]
+            timings = reply["timings"]
+            times = [timings[name] for name in ("predicted_ms", "prompt_ms")]
             wall_ms, prompt_ms = TIMES.validate_python(times, strict=True)
-            sums = [(0, 0), *((one.get("draft_n", 0), one.get("draft_n_accepted", 0)) for one in timings)]
-            chain = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(dict.fromkeys(sums))]
-            chain = chain if self.has_draft else [sums[-1]] if sums[-1][0] else []
+            drafted = timings.get("draft_n", 0)
             return Served.of(
                 tokens,
-                [token for part in parts for token in part["tokens"]],
+                reply["tokens"],
                 limit,
-                is_ended=parts[-1]["stop_type"] == "eos",
-                drafted_lengths=[drafted for drafted, _ in chain] if self.has_draft else [],
-                accepted_lengths=[accepted for _, accepted in chain],
-                verified_nodes=sums[-1][0],
+                is_ended=reply["stop_type"] == "eos",
+                accepted_lengths=[timings.get("draft_n_accepted", 0)] if drafted else [],
+                verified_nodes=drafted,
                 decode_ms=wall_ms,
                 cpu_ms=spent * wall_ms / max(wall_ms + prompt_ms, 1e-9),
             )
 
-    def _parts(self, tokens: list[int], limit: int, **options: Any) -> list[dict[str, Any]]:
-        """The reply; of a server with a draft model token by token, with the sums so far."""
+    def _completed(self, tokens: list[int], limit: int, **options: Any) -> dict[str, Any]:
         request = {"prompt": tokens, "temperature": 0.0, "return_tokens": True, "id_slot": 0, "n_predict": limit}
-        if self.has_draft:
-            return [part for part, _ in self.streamed("/completion", request | options | {"timings_per_token": True})]
-        return [self.read_json("/completion", request | options, "look into its log")]
+        return self.read_json("/completion", request | options, "look into its log")
 
     def stream(self, answer: Served, prompt: WorkloadPrompt | None = None) -> tuple[list[int], list[float]]:
         request = {"prompt": answer.prompt_tokens, "n_predict": answer.limit, "temperature": 0.0, "return_tokens": True}

@@ -1,5 +1,4 @@
-"""Drafts of engines' speculation: n-grams from tokens alone, and a draft model's from the rounds of a longer chain.
-Loads no torch.
+"""Drafts of engines' speculation by n-grams, from tokens alone. Loads no torch.
 
 Drafters follow the rules of llama-server b11434, with the state that it keeps from request to request, and of vLLM
 0.32.0. They are called as in llama-server: ``begin`` after a prompt is read, ``draft`` before a forward pass,
@@ -9,8 +8,6 @@ Drafters follow the rules of llama-server b11434, with the state that it keeps f
 from __future__ import annotations
 
 import bisect
-import functools
-import itertools
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
@@ -34,18 +31,6 @@ class KnownRequest:
         self.tokens = [*answer.prompt_tokens, *answer.tokens, *answer.beyond]
         self.prompt_length = len(answer.prompt_tokens)
         self._places: dict[int, dict[tuple[int, ...], list[int]]] = {}
-
-    @functools.cached_property
-    def is_drafted(self) -> list[bool]:
-        """Whether a draft model proposes each token after those before it. A round shows it of its accepted tokens and
-        of the next one, unless all were accepted; then, and beyond the rounds, tokens count as proposed.
-        """
-        found, place = [True] * len(self.tokens), self.prompt_length
-        for drafted, accepted in self.answer.chain:
-            place += accepted + 1
-            if place < len(found):
-                found[place] = accepted == drafted
-        return found
 
     def places(self, n: int) -> dict[tuple[int, ...], list[int]]:
         """The starts of every n-gram, in their order."""
@@ -162,18 +147,3 @@ class LookupDrafter(Drafter):
             if first < start:
                 return request.tokens[first + n : min(first + n + self.most, length + 1)]
         return []
-
-
-class ChainDrafter(Drafter):
-    """A draft model: k tokens, which are those of the answer up to the first that the model does not propose, then -1.
-    Exact where a draft depends on the text alone; a head that reads states proposes a token less often at the end of a
-    long chain.
-    """
-
-    def __init__(self, k: int, *, ends_with_answer: bool) -> None:
-        self.k, self.ends_with_answer = k, ends_with_answer
-
-    def draft(self, request: KnownRequest, length: int) -> list[int]:
-        places = range(length + 1, min(length + 1 + self.k, len(request.tokens)))
-        right = list(itertools.takewhile(request.is_drafted.__getitem__, places))
-        return [*(request.tokens[place] for place in right), *[-1] * (self.k - len(right))]

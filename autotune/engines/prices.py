@@ -17,7 +17,7 @@ from autotune.console import Update
 from autotune.documents.deployment import PricedStep
 from autotune.engines.backend import Prices
 from autotune.engines.engine_server import EngineServer
-from autotune.engines.replay import CONTEXT_STEP, EngineSteps, RequestReplay
+from autotune.engines.replay import CONTEXT_STEP, ChainSteps, EngineSteps, RequestReplay
 from autotune.engines.served import Served
 from autotune.errors import UserError
 from autotune.trees.limits import Floats
@@ -28,10 +28,9 @@ REPEATS = 3
 CPU_RATIO = 4  # of CPU times of the longest verification and of a plain pass, above which the CPU computes them
 MISFIT = 0.05  # of a request's time to its price, beyond which it counts less
 FEWEST = 3  # verifications of a request, and such requests, that refit prices
-ALONE = {"step": 1.0, "verification": 1.0, "plain": 1.0, "draft_round_ms": 0.0, "draft_token_ms": 0.0}
-"""What served requests take beside what their passes take alone: factors of passes over one token, of verifications,
-and of the former in an engine that runs another loop without speculation; milliseconds that a draft model adds to a
-verification, and for each draft token.
+ALONE = {"step": 1.0, "verification": 1.0, "plain": 1.0}
+"""Times in served requests over those alone, of passes over one token, of verifications, and of the former in an engine
+that runs another loop without speculation.
 """
 Pairs = Sequence[tuple[Served, RequestReplay]]
 
@@ -124,22 +123,19 @@ class EnginePrices(Prices):
         return plain, verifying
 
     def request_ms(self, request: RequestReplay) -> float:
-        """The time of a request in a server that speculates, without a draft model's."""
+        """The time of a request in a server that speculates."""
         plain, verifying = self.parts_ms(request)
         return self.factors["step"] * plain + self.factors["verification"] * verifying
 
-    def ms(self, steps: EngineSteps) -> Floats:
-        """See ``Prices.ms``. A token of a request without passes takes the mean time of the others' tokens."""
-        ms = np.array([self.request_ms(request) for request in steps.requests])
-        if steps.speculation is None:
-            ms *= self.factors["plain"]
-        elif steps.speculation.model:
-            draft_ms = [self.factors["draft_round_ms"], self.factors["draft_token_ms"]]
-            ms += np.array(steps.counts)[:, :2] @ draft_ms
-        tokens = np.array([request.num_tokens for request in steps.requests])
-        per_token = ms / np.maximum(1, tokens)
-        per_token[tokens == 0] = per_token[tokens > 0].mean()
-        return per_token * np.array(steps.new_tokens)
+    def ms(self, steps: EngineSteps | ChainSteps) -> Floats:
+        """See ``Prices.ms``. A token of a prompt that a chain did not decode takes the mean time of the others'."""
+        new_tokens = np.array(steps.new_tokens)
+        if isinstance(steps, ChainSteps):
+            rates = [self.time_of(answer) / max(1, len(answer.tokens) - 1) for answer in steps.answers]
+            missing = len(new_tokens) - len(rates)
+            return np.array(rates + [float(np.mean(rates))] * missing) * new_tokens
+        factor = self.factors["plain"] if steps.speculation is None else 1.0
+        return factor * np.array([self.request_ms(request) for request in steps.requests])
 
     def time_of(self, answer: Served) -> float:
         """The time of an answer on the prices' clock."""
@@ -158,6 +154,8 @@ def served_prices(prices: EnginePrices, plain: Pairs, served: Pairs, *, has_one_
     those without speculation too in an engine that ``has_one_loop``. Where too few verify drafts, both kinds of passes
     have one factor.
     """
+    from scipy.optimize import least_squares  # takes a second to import
+
     off, drafting = (
         [(*prices.parts_ms(replayed), prices.time_of(answer)) for answer, replayed in pairs if replayed.num_tokens]
         for pairs in (plain, served)
@@ -166,38 +164,9 @@ def served_prices(prices: EnginePrices, plain: Pairs, served: Pairs, *, has_one_
     step = verification = alone if has_one_loop else 1.0
     if sum(len(replayed.drafts) >= FEWEST for _, replayed in served) >= FEWEST:
         rows = np.array([*drafting, *(off if has_one_loop else ())])
-        step, verification = robust_fit(rows[:, :2], np.zeros(len(rows)), rows[:, 2], (0.5, 3.0))
+        misfit = lambda factors: rows[:, :2] @ factors / rows[:, 2] - 1  # noqa: E731
+        step, verification = least_squares(
+            misfit, [1.0, 1.0], bounds=(0.5, 3.0), loss="soft_l1", f_scale=MISFIT
+        ).x.tolist()
     plain_factor = 1.0 if has_one_loop else alone / step
-    factors = {"step": step, "verification": verification, "plain": plain_factor}
-    return replace(prices, factors=dict(prices.factors) | factors)
-
-
-def with_draft(prices: EnginePrices, served: Pairs) -> EnginePrices:
-    """The prices with the time of a draft model, from requests of servers that drafted different numbers of tokens: it
-    is linear in the rounds and in the draft tokens.
-    """
-    pairs = [(answer, replayed) for answer, replayed in served if replayed.num_tokens]
-    counts = np.array([replayed.counts[:2] for _, replayed in pairs], float)
-    priced = np.array([prices.request_ms(replayed) for _, replayed in pairs])
-    times = np.array([prices.time_of(answer) for answer, _ in pairs])
-    round_ms, token_ms = robust_fit(counts, priced, times, (0.0, np.inf))
-    return replace(prices, factors=dict(prices.factors) | {"draft_round_ms": round_ms, "draft_token_ms": token_ms})
-
-
-def robust_fit(rows: Floats, known: Floats, times: Floats, bounds: tuple[float, float]) -> list[float]:
-    """Two factors of the columns of ``rows`` whose sum with ``known`` comes near the times; outliers count less.
-
-    Args:
-        rows: [N, 2], in milliseconds or counts.
-        known: [N] milliseconds.
-        times: [N] milliseconds.
-        bounds: of both factors.
-    """
-    from scipy.optimize import least_squares  # takes a second to import
-
-    def misfit(factors: Floats) -> Floats:
-        misfits: Floats = (known + rows @ factors) / times - 1
-        return misfits
-
-    found: list[float] = least_squares(misfit, [1.0, 1.0], bounds=bounds, loss="soft_l1", f_scale=MISFIT).x.tolist()
-    return found
+    return replace(prices, factors={"step": step, "verification": verification, "plain": plain_factor})

@@ -14,8 +14,8 @@ from autotune.workloads.prompt import WorkloadPrompt
 
 
 class Served(Decoded):
-    """A greedy answer of a server to a prompt. ``rounds`` are verifications of drafts; ``accepted_lengths`` has each of
-    them in a server with a draft model that tells them, and else their sum.
+    """A greedy answer of a server to a prompt. ``rounds`` are verifications of drafts, and ``accepted_lengths`` has the
+    sum of what they accepted.
     """
 
     arm: str = ""
@@ -29,8 +29,6 @@ class Served(Decoded):
     """Whether the last token ends the generation."""
     beyond: list[Natural] = Field(default_factory=list)
     """Tokens that greedy decoding gives after the end, of an engine whose drafts reach there."""
-    drafted_lengths: list[Natural] = Field(default_factory=list)
-    """Draft tokens of each verification, in a server whose draft model drafts before each pass."""
 
     @classmethod
     def of(cls, prompt_tokens: list[int], tokens: list[int], limit: int, **fields: Any) -> Served:
@@ -45,16 +43,6 @@ class Served(Decoded):
         if len(self.tokens) > self.limit or not 0 <= self.accepted_tokens <= self.verified_nodes or self.decode_ms < 0:
             raise ValueError("an answer is no longer than its limit, and accepts no more tokens than are drafted")
         return self
-
-    @property
-    def lacks_rounds(self) -> bool:
-        """Whether only the sums of the verifications are known."""
-        return self.rounds > 0 and not self.drafted_lengths
-
-    @property
-    def chain(self) -> list[tuple[int, int]]:
-        """Draft tokens and accepted ones of each verification, in a server with a draft model; else empty."""
-        return list(zip(self.drafted_lengths, self.accepted_lengths, strict=False))
 
     @property
     def counts(self) -> tuple[int, int, int]:

@@ -33,7 +33,6 @@ PRICED_BY = Speculation(
 )
 FIRST_TEXT_TOKEN = 300  # of most vocabularies; smaller ones may control the chat
 BLOCK = 16  # tokens: blocks of the prefix cache have a multiple of it
-ATTEMPTS = 3  # at an answer whose rounds are to be told
 SETTLING_S = 10.0  # longest time after an answer until the engine has counted it
 SPACE: dict[str, Sequence[tuple[float, ...]]] = {
     "ngram": [
@@ -117,19 +116,11 @@ class VllmServer(EngineServer):
         return self.value("/tokenize", TOKENS, "tokens", body=request, advice="check its chat template")
 
     def answer(self, tokens: list[int], limit: int, prompt: WorkloadPrompt | None = None) -> Served:
-        """After a request that only reads the prompt, unless the server drafts from its earlier answers.
-
-        With a draft model every part of the reply is a round. Where the server falls behind, it sends several rounds as
-        one part: the request is repeated, and has the sums of the counters alone if this does not help.
-        """
+        """After a request that only reads the prompt, unless the server drafts from its earlier answers."""
         request = request_of(tokens, prompt)
         if not self.keeps_answers:
             self._counted(tokens, 1, request)
-        for _ in range(ATTEMPTS):
-            answer = self._counted(tokens, limit, request)
-            if not (self.has_draft and answer.lacks_rounds):
-                break
-        return answer
+        return self._counted(tokens, limit, request)
 
     def continuation(self, answer: Served, prompt: WorkloadPrompt | None = None) -> list[int]:
         """vLLM verifies, and counts, the part of a draft that lies beyond the end. A chat is answered again, as its
@@ -137,7 +128,7 @@ class VllmServer(EngineServer):
         """
         tokens, known = answer.prompt_tokens, answer.tokens
         room = min(self.longest - 1, self.context - len(tokens) - len(known) - 1)
-        if self.has_draft or self.keeps_answers or room <= 0:
+        if self.keeps_answers or room <= 0:
             return []
         if prompt is None or not prompt.images:
             return self._counted([*tokens, *known], room, ignore_eos=True).tokens
@@ -158,7 +149,6 @@ class VllmServer(EngineServer):
         found = list(itertools.chain(*parts))
         cpu_ms = max(0.0, self.cpu_ms() - cpu_ms)
         rounds, drafted, accepted = self._counts_since(before, len(found))
-        has_rounds = self.has_draft and len(parts) - 1 == rounds > 0
         with self.reply_of(COMPLETIONS):
             spent = seconds[-1] - seconds[0]
             return Served.of(
@@ -167,8 +157,7 @@ class VllmServer(EngineServer):
                 limit,
                 is_ended=is_ended,
                 rounds=rounds,
-                drafted_lengths=[drafted // rounds] * rounds if has_rounds else [],
-                accepted_lengths=[len(part) - 1 for part in parts[1:]] if has_rounds else [accepted] if rounds else [],
+                accepted_lengths=[accepted] if rounds else [],
                 verified_nodes=drafted,
                 decode_ms=1e3 * spent,
                 cpu_ms=cpu_ms * spent / seconds[-1],

@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from autotune.documents.speculation import OPTIONS, Speculation
-from autotune.engines.engine import SELF_TEST, EngineBackend
+from autotune.engines.engine import CHAINS, SELF_TEST, EngineBackend
 from autotune.engines.llama_cpp import LlamaBackend
 from autotune.engines.process import running
 from autotune.engines.vllm import VllmBackend, vllm_arguments
@@ -109,44 +109,27 @@ def test_types_that_the_build_lacks_are_not_replayed(folder: Path, start: Start,
 @pytest.mark.parametrize(
     ("architecture", "kind"), [("llama", "draft-simple"), ("eagle3", "draft-eagle3"), ("", "eagle3")]
 )
-def test_the_chains_of_a_draft_model_are_replayed_from_the_longest(
+def test_the_chains_of_a_draft_model_are_measured(
     folder: Path, prompts: list[WorkloadPrompt], architecture: str, kind: str
 ) -> None:
     key, value = b"general.architecture", architecture.encode()
     (folder / "draft.gguf").write_bytes(b"GGUF" + key + struct.pack("<IQ", 8, len(value)) + value + b"more")
     backend = llama(folder, draft="draft.gguf") if architecture else vllm(folder, draft="draft")
     chains = [one for one in backend.configurations() if one.type == kind]
-    assert [list(one.options.values()) for one in chains] == [[k] for k in range(1, 9)]
+    assert [list(one.options.values()) for one in chains] == [[k] for k in CHAINS]
     recorded = backend.record(prompts)
     backend.record(prompts)
-    assert len(records(folder)) == 2 * len(prompts), "both kinds of answers are recorded once"
-    prices = backend.price(recorded)
-    assert prices.factors["draft_token_ms"] >= 0
-    for one in (chains[0], chains[-1]):
+    assert len(records(folder)) == (1 + len(CHAINS)) * len(prompts), "all answers are recorded once"
+    prices, plain_ms = backend.price(recorded), backend.price(recorded).ms(backend.replay(None, recorded))
+    for one in chains:
         with backend.arm(one) as arm:
             found = [arm.decode(prompt) for prompt in prompts]
         counts = [(answer.rounds, answer.verified_nodes, answer.accepted_tokens) for answer in found]
-        assert counts == list(backend.replay(one, recorded).counts), one.label
-        assert not arm.keeps_state and all(len(answer.accepted_lengths) == answer.rounds for answer in found)
+        assert counts == list(backend.replay(one, recorded).counts) and not arm.keeps_state, one.label
+        assert prices.ms(backend.replay(one, recorded)).shape == plain_ms.shape
+    few = backend.record(prompts, until=time.monotonic())
+    assert len(few.answers) == 4 == len(few.chains[chains[0].key])
     assert backend.deploy(chains[0]).speculation.model.endswith("draft" if kind == "eagle3" else "draft.gguf")
-
-
-def test_a_reply_that_does_not_tell_its_rounds_is_asked_for_again_and_has_the_sums(
-    folder: Path, prompts: list[WorkloadPrompt], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """vLLM sends rounds together where it falls behind: of the first prompt always, of others every second time."""
-    steady, merging, silent = (vllm(folder, switch, draft="draft") for switch in ("", "--merges", "--merges-all"))
-    with steady.arm(longest := steady.chains[-1]) as arm, merging.arm(longest) as other:
-        expected, found = ([one.decode(prompt) for prompt in prompts] for one in (arm, other))
-    assert [len(one.accepted_lengths) for one in found] == [1, *(one.rounds for one in expected[1:])]
-    assert [(one.rounds, one.verified_nodes) for one in found] == [(one.rounds, one.verified_nodes) for one in expected]
-    assert [one.accepted_lengths for one in found[1:]] == [one.accepted_lengths for one in expected[1:]]
-    recorded = merging.record(prompts)
-    ms = merging.price(recorded).ms(merging.replay(longest, recorded))
-    new_tokens = [answer.new_tokens - 1 for answer in recorded.answers]
-    assert ms[0] / new_tokens[0] == pytest.approx((ms[1:] / new_tokens[1:]).mean())
-    silent.price(silent.record(prompts))
-    assert not silent.chains and "the draft model is left out" in capsys.readouterr().err
 
 
 @ENGINES
