@@ -22,7 +22,7 @@ from autotune.documents.provenance import ModelReference
 from autotune.documents.speculation import OPTIONS, ModelType, Options, Speculation
 from autotune.engines.backend import Backend, EngineArm
 from autotune.engines.engine_server import EngineServer
-from autotune.engines.loads import measure_load, show_loads
+from autotune.engines.loads import loads_table, measure_load
 from autotune.engines.prices import PRICED_TOKENS, EnginePrices, Pairs, measure_verifications, served_prices
 from autotune.engines.process import running
 from autotune.engines.replay import (
@@ -348,5 +348,5 @@ class EngineBackend(Backend):
                     label = one.label if one else OFF
                     loads.append(measure_load(server, answers, recorded.prompts, requests_at_once, label))
                 update(number, len(configurations))
-        show_loads(loads, self.console)
+        self.console.show(loads_table(loads))
         return loads

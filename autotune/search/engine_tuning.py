@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from autotune.console import Console
-from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import AR, DecodingProfile, Evidence, OperatingPoint, WorkloadReference
 from autotune.documents.deployment import EngineEvidence, PredictedSettings
 from autotune.documents.provenance import stamp
@@ -174,14 +173,16 @@ def counts_as_predicted(finalists: Mapping[str, RankedConfiguration], raced: Rac
     """The number of each finalist's requests whose counts are those of the replay, and of all."""
     found = {}
     for name, finalist in finalists.items():
-        pairs = list(zip(map(_counts, raced.runs[name]), finalist.counts, strict=False))
-        found[name] = sum(run == tuple(predicted) for run, predicted in pairs), len(pairs)
+        pairs = list(zip(raced.runs[name], finalist.counts, strict=False))
+        same = sum((run.rounds - run.plain_steps, run.verified_nodes, run.accepted_tokens) == c for run, c in pairs)
+        found[name] = same, len(pairs)
     return found
 
 
 def finalists_table(
     finalists: Mapping[str, RankedConfiguration], raced: Race, as_predicted: Mapping[str, tuple[int, int]]
 ) -> Table:
+    """Predictions of the finalists beside their runs."""
     rows = [
         [one.title, times(one.predicted.speedup), f"{len(raced.runs[name])}", "{}/{}".format(*as_predicted[name])]
         for name, one in finalists.items()
@@ -256,7 +257,3 @@ class EngineRaces:
         if AR in failed or failed.keys() >= arms.keys():
             raise UserError(f"{self.backend.name}: {failed.get(AR) or list(failed.values())[-1]}")
         return replace(raced, runs={name: [] for name in configurations} | raced.runs)
-
-
-def _counts(run: Decoded) -> tuple[int, int, int]:
-    return run.rounds - run.plain_steps, run.verified_nodes, run.accepted_tokens
