@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 
 from autotune.files import Document, content_key
 
-EngineName = Literal["llama.cpp", "vllm"]
 ModelType = Literal["draft_model", "eagle3", "mtp", "draft-simple", "draft-eagle3"]
 SpeculationType = str
 """A key of ``OPTIONS``, or a type of another engine."""
@@ -31,13 +30,6 @@ OPTIONS: dict[SpeculationType, Options] = {
 """Options that affect a type's drafts, with the engine's defaults, in the order in which llama-server tries the types.
 vLLM documents no default for ``ngram``; these values are its example's. A draft model drafts three tokens.
 """
-REAL_OPTIONS = {"suffix_decoding_max_spec_factor": 64, "suffix_decoding_min_token_prob": 1}
-"""Options that need not be whole numbers, with the largest value."""
-TYPES: dict[EngineName, list[SpeculationType]] = {
-    "llama.cpp": [name for name in OPTIONS if name.startswith("ngram-")],
-    "vllm": ["ngram", "suffix"],
-}
-"""The types that need no draft model."""
 
 
 class Speculation(Document):
@@ -55,13 +47,6 @@ class Speculation(Document):
             return self
         if list(self.options) != list(OPTIONS[self.type]):
             raise ValueError(f"{self.type} has the options {', '.join(OPTIONS[self.type]) or 'none'}")
-        for name, value in self.options.items():
-            least = 0 if name == "n-min" or name in REAL_OPTIONS else 1
-            if not least <= value <= REAL_OPTIONS.get(name, 1024) or (value % 1 and name not in REAL_OPTIONS):
-                kind = "a number" if name in REAL_OPTIONS else "a whole number"
-                raise ValueError(f"{name} is {kind} from {least} to {REAL_OPTIONS.get(name, 1024)}")
-        if self.options.get("prompt_lookup_min", 0) > self.options.get("prompt_lookup_max", 0):
-            raise ValueError("prompt_lookup_min is at most prompt_lookup_max")
         if bool(self.model) != (self.type in get_args(ModelType)):
             raise ValueError(f"{self.type} {'has no' if self.model else 'needs a'} model")
         return self

@@ -56,9 +56,6 @@ class Server(Protocol):
     def text(self, tokens: Sequence[int]) -> str:
         """The text of tokens."""
 
-    def failure(self, error: UserError) -> str:
-        """Why a request failed: the server's end, or the error."""
-
 
 @dataclass
 class EngineArm:
@@ -85,7 +82,7 @@ class EngineArm:
         try:
             served = self.server.ask(prompt)
         except UserError as error:
-            raise ArmFailed(self.server.failure(error)) from None
+            raise ArmFailed(str(error)) from None
         time.sleep(self.pause_s)
         return Decoded(**{name: getattr(served, name) for name in Decoded.model_fields} | {"arm": self.key})
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Self
 from autotune.console import Console
 from autotune.documents.deployment import Deployment, ServedLoad
 from autotune.documents.provenance import ModelReference
-from autotune.documents.speculation import OPTIONS, ModelType, Options, Speculation
+from autotune.documents.speculation import OPTIONS, ModelType, Speculation
 from autotune.engines.backend import Backend, EngineArm
 from autotune.engines.engine_server import EngineServer
 from autotune.engines.loads import loads_table, measure_load
@@ -103,8 +103,7 @@ class EngineBackend(Backend):
         self.url, self.is_fixed = url, url is not None
         self.console, self.seed, self.build = console or Console(), seed, ""
         self.executable, self.arguments = self.find(command) if url is None else (Path(self.program), [])
-        self.precision = self.find_precision()
-        self.missing = dict.fromkeys(() if self.is_fixed else self.missing_types(), "the build does not have it")
+        self.precision = self.read_model()
         self.chains = list[Speculation]()
         if draft is not None:
             kind, path = self.find_draft(draft, self.target)
@@ -159,15 +158,11 @@ class EngineBackend(Backend):
         """
 
     @abstractmethod
-    def find_precision(self) -> str:
-        """The precision of the weights."""
-
-    @abstractmethod
-    def missing_types(self) -> Sequence[str]:
-        """Types that the build does not have.
+    def read_model(self) -> str:
+        """The precision of the weights.
 
         Raises:
-            UserError: another program, or a build without the type by which passes are priced.
+            UserError: the file cannot be served.
         """
 
     @abstractmethod
@@ -206,12 +201,11 @@ class EngineBackend(Backend):
             yield server
 
     def configurations(self) -> list[Speculation]:
-        found = list[Speculation]()
-        for kind, rows in self.space.items():
-            if kind not in self.missing:
-                names = OPTIONS[kind]
-                options: list[Options] = [names, *(dict(zip(names, row, strict=True)) for row in rows)]
-                found += [Speculation(type=kind, options=one) for one in options]
+        found = [
+            Speculation(type=kind, options=dict(zip(OPTIONS[kind], values, strict=True)))
+            for kind, rows in self.space.items()
+            for values in (OPTIONS[kind].values(), *rows)
+        ]
         return list({one.label: one for one in [*found, *self.chains]}.values())
 
     def record(self, prompts: Sequence[WorkloadPrompt], until: float = math.inf) -> EngineRecorded:
@@ -265,14 +259,15 @@ class EngineBackend(Backend):
 
     def price(self, recorded: EngineRecorded, until: float = math.inf) -> EnginePrices:
         """Passes are priced in a server of the self-test, whose requests are answered before."""
-        left_out, served = dict(self.missing), list[Any]()
+        left_out, served = dict[str, str](), list[Any]()
         with ExitStack() as stack:
             pricing = stack.enter_context(self.started(self.tested[0]))
             for tested in () if self.is_fixed else self.tested:
-                if tested.type not in left_out:
-                    pairs, reason = self._self_test(tested, pricing, recorded)
-                    served += pairs
-                    left_out |= reason
+                try:
+                    served += self._self_test(tested, pricing, recorded)
+                except UserError as error:
+                    left_out[tested.type] = str(error)
+                    self.console.say(f"self-test  {tested.type} is left out: {error}")
             asked = sorted((answer.prompt_tokens for answer in recorded.answers), key=len)
             ends = asked[:: max(1, len(asked) - 1)]  # after the shortest and the longest prompt
             with self.console.stage("prices of forward passes") as update:
@@ -283,11 +278,11 @@ class EngineBackend(Backend):
         self.console.say(f"prices     {prices.text()}")
         return prices
 
-    def _self_test(
-        self, tested: Speculation, pricing: EngineServer, recorded: EngineRecorded
-    ) -> tuple[Pairs, dict[str, str]]:
-        """Requests of a new server whose counts are the replay's, beside it; and the type with the reason, if these are
-        too few.
+    def _self_test(self, tested: Speculation, pricing: EngineServer, recorded: EngineRecorded) -> Pairs:
+        """Requests of a new server whose counts are the replay's, beside it.
+
+        Raises:
+            UserError: these are too few, or the build does not have the type.
         """
         with nullcontext(pricing) if tested == self.tested[0] else self.started(tested) as server:
             answers = [server.ask(prompt) for prompt in recorded.prompts[:SELF_TEST]]
@@ -295,17 +290,16 @@ class EngineBackend(Backend):
         answers = [a.model_copy(update={"beyond": beyond}) for a, beyond in zip(answers, following, strict=True)]
         pairs = replayed_pairs(tested, answers, recorded.context)
         exact = [(answer, replayed) for answer, replayed in pairs if answer.counts == replayed.counts]
-        texts = [
+        counted, predicted = (
             "{} verifications, {} drafted, {} accepted".format(*map(sum, zip(*rows, strict=True)))
             for rows in ([answer.counts for answer, _ in pairs], [replayed.counts for _, replayed in pairs])
-        ]
-        self.console.say(
-            f"self-test  {tested.type}: counts are the predicted in {len(exact)} of {len(pairs)} requests; {texts[0]}"
         )
-        if len(exact) >= (1 - self.tolerated_mismatches) * len(pairs):
-            return exact, {}
-        self.console.say(f"self-test  {tested.type} is left out: the build has another rule; predicted are {texts[1]}")
-        return [], {tested.type: f"{texts[0]}; predicted are {texts[1]}"}
+        self.console.say(
+            f"self-test  {tested.type}: counts are the predicted in {len(exact)} of {len(pairs)} requests; {counted}"
+        )
+        if len(exact) < (1 - self.tolerated_mismatches) * len(pairs):
+            raise UserError(f"the build has another rule: {counted}; predicted are {predicted}")
+        return exact
 
     def replay(self, configuration: Speculation | None, recorded: EngineRecorded) -> EngineSteps | ChainSteps:
         """Along the plain answers. The answers of a draft model's chain were recorded in servers of its own."""

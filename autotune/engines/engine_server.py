@@ -137,8 +137,10 @@ class EngineServer(ABC):
         except urllib.error.HTTPError as error:
             raise UserError(f"{self.url}{path}: the engine answers {error.code}{_message(error)}; {advice}") from None
         except (OSError, ValueError, HTTPException) as error:  # refused, timed out, cut short, no HTTP, or no address
-            reason = getattr(error, "reason", error)
-            raise UserError(f"{self.url}: no engine answers ({reason}); start it, or check the address") from None
+            reason = (
+                f"{self.url}: no engine answers ({getattr(error, 'reason', error)}); start it, or check the address"
+            )
+            raise UserError(self._end() or reason) from None
 
     def ask(self, prompt: WorkloadPrompt) -> Served:
         """Decode one prompt greedily. Reading it takes none of the time.
@@ -179,15 +181,14 @@ class EngineServer(ABC):
     def text(self, tokens: Sequence[int]) -> str:
         """The text of tokens."""
 
-    def failure(self, error: UserError) -> str:
-        """Why a request failed: the server's end, or the error."""
+    def _end(self) -> str:
+        """How a server that was started here has ended; empty if it has not."""
         if self.process is not None:
             with suppress(subprocess.TimeoutExpired):
                 code = self.process.wait(ENDING_S)
-                return (
-                    f"the server ended while it was used, with {f'signal {-code}' if code < 0 else f'exit code {code}'}"
-                )
-        return str(error)
+                cause = f"signal {-code}" if code < 0 else f"exit code {code}"
+                return f"the server ended while it was used, with {cause}"
+        return ""
 
     def cpu_ms(self) -> float:
         """CPU time of the threads of the server and its workers; 0 if they are not on this machine."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import shlex
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -150,27 +148,15 @@ class LlamaBackend(EngineBackend):
             )
         return "draft-eagle3" if architecture_of(path) == "eagle3" else "draft-simple", path.resolve()
 
-    def find_precision(self) -> str:
+    def read_model(self) -> str:
+        if self.url is None and "--chat-template" not in " ".join(self.arguments):
+            require_chat_template(Path(self.target))
         with Path(self.target).open("rb") as file:
             _, _, value = file.read(MOST_HEADER).partition(
                 FILE_TYPE_KEY
             )  # llama-quantize writes it behind the vocabulary
         number = int.from_bytes(value[4:8], "little") if value else -1  # after its type
         return FILE_TYPES.get(number, "quantized")
-
-    def missing_types(self) -> Sequence[str]:
-        if "--chat-template" not in " ".join(self.arguments):
-            require_chat_template(Path(self.target))
-        try:
-            done = subprocess.run([self.executable, "--help"], capture_output=True, text=True, timeout=60, check=False)
-        except (OSError, subprocess.SubprocessError) as error:
-            raise UserError(f"{self.executable}: cannot be run ({error}); name a {self.program}") from None
-        names = set(re.findall(r"[\w-]+", done.stdout.partition("--spec-type")[2].partition("\n--")[0]))
-        if PRICED_BY.type not in names:
-            raise UserError(
-                f"{self.executable}: is no {self.program}, or one without --spec-type {PRICED_BY.type}; install build b11434 or newer"
-            )
-        return [name for name in self.space if name not in names]
 
     def words(self, speculation: Speculation | None) -> list[str]:
         return [str(self.executable), "-m", self.target, *self.arguments, *llama_arguments(speculation)]

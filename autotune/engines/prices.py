@@ -102,25 +102,16 @@ class EnginePrices(Prices):
         return {context: np.array(row).T for context, row in rows.items()}
 
     def pass_ms(self, tokens: int, context: float) -> float:
-        """The time of a pass alone. Beyond the longest verification that was priced, it lies on the line through that
-        one and the last but two.
-        """
-        at_contexts = list[float]()
-        for numbers, times in self._measured.values():
-            slope = (times[-1] - times[-3:][0]) / max(1, numbers[-1] - numbers[-3:][0])
-            at_contexts.append(np.interp(tokens, numbers, times) + slope * max(0, tokens - numbers[-1]))
+        """The time of a pass alone; of the longest one that was priced for more tokens."""
+        at_contexts = [np.interp(tokens, numbers, times) for numbers, times in self._measured.values()]
         return float(np.interp(context, list(self._measured), at_contexts))
 
     def parts_ms(self, request: RequestReplay) -> tuple[float, float]:
         """The times of a request's passes over one token, and of its verifications, as they take alone."""
-        plain = verifying = 0.0
+        ms = defaultdict[bool, float](float)
         for (tokens, unit), number in request.passes.items():
-            ms = number * self.pass_ms(tokens, (unit + 0.5) * CONTEXT_STEP)
-            if tokens == 1:
-                plain += ms
-            else:
-                verifying += ms
-        return plain, verifying
+            ms[tokens > 1] += number * self.pass_ms(tokens, (unit + 0.5) * CONTEXT_STEP)
+        return ms[False], ms[True]
 
     def request_ms(self, request: RequestReplay) -> float:
         """The time of a request in a server that speculates."""

@@ -239,17 +239,12 @@ class VllmBackend(EngineBackend):
     def find_draft(cls, draft: str, target: str) -> tuple[ModelType, Path]:
         return served_draft(draft, target, CONVERTED)
 
-    def find_precision(self) -> str:
+    def read_model(self) -> str:
         """``--dtype``, or the checkpoint's own."""
         given = [after for word, after in itertools.pairwise([*self.arguments, ""]) if word == "--dtype"]
         given += [word.removeprefix("--dtype=") for word in self.arguments if word.startswith("--dtype=")]
         files = find_model_files(self.target)
         return [*given, files.dtype if files else "auto"][0]
-
-    def missing_types(self) -> Sequence[str]:
-        """``suffix`` needs the package arctic-inference beside vLLM."""
-        packages = self.executable.parents[1].glob("lib/python*/*-packages/arctic_inference")
-        return [] if any(packages) else ["suffix"]
 
     def words(self, speculation: Speculation | None) -> list[str]:
         """With the checkpoint's precision, as vLLM would serve float32 in another one."""

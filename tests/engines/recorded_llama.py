@@ -44,7 +44,6 @@ PROMPTS = (
     "Copy this list twice: apple, pear, plum, cherry, quince, apple, pear, plum, fig, grape. Then sort it.",
 )
 SWITCHES = ("--dies", "--killed", "--unsteady")
-HELP = "--spec-type none,ngram-simple,ngram-mod   types\n--metrics\n"
 
 
 class DraftModel(Drafter):
@@ -188,8 +187,9 @@ def http_server(arguments: list[str], kind: type[RecordedServer] = RecordedServe
 def serve(arguments: list[str], kind: type[RecordedServer] = RecordedServer) -> None:
     if "--bogus" in arguments:
         sys.exit("error: invalid argument: --bogus")
-    else:
-        http_server(arguments, kind).serve_forever()
+    if "--lacks-second" in arguments and any(name in " ".join(arguments) for name in ("ngram-simple", "suffix")):
+        sys.exit("error: no such type")
+    http_server(arguments, kind).serve_forever()
 
 
 def pixels_key(image: Image) -> str:

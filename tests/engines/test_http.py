@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from subprocess import TimeoutExpired
 from typing import Any
 from unittest.mock import Mock
 
@@ -94,7 +95,7 @@ LLAMA_REPLIES: dict[str, Any] = {
 def ask_llama(replies: dict[str, Any]) -> list[int]:
     with serving(LLAMA_REPLIES | replies) as url:
         server = LlamaServer(url)
-        server.process = Mock(pid=os.getpid())
+        server.process = Mock(pid=os.getpid(), wait=Mock(side_effect=TimeoutExpired("x", 1)))
         return server.ask(PROMPT).tokens
 
 

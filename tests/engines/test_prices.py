@@ -22,10 +22,9 @@ def request(plain: int, verified: int, tokens: int) -> RequestReplay:
     return RequestReplay([(2, 0)] * verified, Counter({(1, 0): plain, (3, 0): verified}), tokens)
 
 
-def test_beyond_the_longest_verification_time_grows_as_between_the_last_three() -> None:
+def test_times_are_interpolated_between_those_that_were_priced() -> None:
     prices = priced({1: 10.0, 4: 10.0, 8: 12.0, 16: 20.0, 32: 40.0})
-    assert [prices.pass_ms(n, 100) for n in (1, 2, 8, 12)] == [10.0, 10.0, 12.0, 16.0]
-    assert prices.pass_ms(48, 100) == pytest.approx(40.0 + 16 * (40.0 - 12.0) / 24)
+    assert [prices.pass_ms(n, 100) for n in (1, 2, 8, 12, 48)] == [10.0, 10.0, 12.0, 16.0, 40.0]
 
 
 def test_times_of_a_configuration_are_those_of_the_plain_answers() -> None:
