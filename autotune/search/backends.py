@@ -5,7 +5,7 @@ backend it is for. Loads no torch before the runtime's profiles are loaded.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from inspect import Parameter, signature
@@ -46,12 +46,12 @@ class BackendChoice:
     """Arguments of the backend's constructor, such as ``command``, ``url`` and ``draft``."""
 
 
-def backend_options() -> dict[str, list[str]]:
-    """The options of every backend that ``--set NAME:OPTION=VALUE`` sets: those that its constructor names."""
-    options: dict[str, list[str]] = {RUNTIME: []}
+def backend_options() -> list[str]:
+    """The options of all backends as ``--set NAME:OPTION=VALUE`` names them: those of their constructors."""
+    options: list[str] = []
     for name, backend in BACKENDS.items():
         named = [one.name for one in signature(backend).parameters.values() if one.kind is Parameter.KEYWORD_ONLY]
-        options[name] = [option for option in named if option not in ("console", "seed")]
+        options += [f"{name}:{option}" for option in named if option not in ("console", "seed")]
     return options
 
 
@@ -62,8 +62,7 @@ def choose_backends(settings: SearchSettings, *, is_plan: bool = False) -> list[
         UserError: an unknown backend or option, an option without its backend, a backend twice with one model, or an
             option that no backend of the search has.
     """
-    known = backend_options()
-    options = _options_by_backend(settings.changes, known)
+    known, options = [RUNTIME, *BACKENDS], _options_by_backend(settings.changes)
     choices: dict[tuple[str, str], BackendChoice] = {}
     for text in settings.backends or (RUNTIME,):
         name, _, model = text.partition("=")
@@ -100,18 +99,14 @@ def _refuse_options(settings: SearchSettings, names: Sequence[str], num_backends
         raise UserError("--gpu: backends race each other on this machine; give --device, or leave --backend out")
 
 
-def _options_by_backend(changes: Sequence[str], known: Mapping[str, Collection[str]]) -> dict[str, dict[str, str]]:
+def _options_by_backend(changes: Sequence[str]) -> dict[str, dict[str, str]]:
     options: dict[str, dict[str, str]] = {}
+    known = backend_options()
     for change in filter(is_of_backend, changes):
         word, _, value = change.partition("=")
+        if word not in known or not value:
+            raise UserError(f"--set {change}: no option of a backend, NAME:OPTION=VALUE; {nearest(word, known)}")
         name, _, option = word.partition(":")
-        if name not in known:
-            raise UserError(f"--set {change}: no such backend; {nearest(name, known)}")
-        if option not in known[name]:
-            hint = nearest(option, known[name]) if known[name] else "drop it"
-            raise UserError(f"--set {change}: the backend {name} has no option {option!r}; {hint}")
-        if not value:
-            raise UserError(f"--set {change}: has no value; write {word}=VALUE")
         options.setdefault(name, {})[option] = value
     return options
 

@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import json
 import struct
-import threading
 import time
 from collections.abc import Callable
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -253,19 +251,6 @@ def test_another_program_at_the_port_is_told_before_it_is_asked(
         with pytest.raises(UserError, match=r"Address already in use|another program took this port"):
             llama(folder).record(prompts)
     assert not records(folder)
-
-
-@pytest.mark.parametrize(("kind", "path"), [(LlamaBackend, "/props"), (VllmBackend, "/metrics")])
-def test_a_page_of_another_program_is_no_engine(
-    folder: Path, kind: type[EngineBackend], path: str, prompts: list[WorkloadPrompt]
-) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as other:
-        threading.Thread(target=other.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{other.server_address[1]}"
-        target = "model" if kind is VllmBackend else "model.gguf"
-        with pytest.raises(UserError, match=f"{path}: the engine answers 404"):
-            kind(target, url=url).record(prompts)
-        other.shutdown()
 
 
 @pytest.mark.nightly

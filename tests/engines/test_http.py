@@ -211,8 +211,3 @@ def test_an_endless_reply_is_read_in_part(monkeypatch: pytest.MonkeyPatch) -> No
 def test_other_addresses_are_refused(address: str) -> None:
     with pytest.raises(UserError, match=r"begins with http:// or https://|no engine answers"):
         VllmServer(address)
-
-
-def test_the_password_of_an_address_is_masked() -> None:
-    with pytest.raises(UserError, match=r"http://u:\*\*\*@127.0.0.1:1: no engine answers"):
-        VllmServer("http://u:SECRET@127.0.0.1:1")

@@ -86,13 +86,6 @@ def test_text_part_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
             text_part(model(vision_config={}, text_config={"model_type": kind}), tmp_path, "d")
 
 
-def test_what_configs_say() -> None:
-    mrope = {"rope_type": "default", "mrope_section": [16, 24, 24]}
-    assert model(text_config={"rope_parameters": mrope}).has_mrope and model(rope_scaling=mrope).has_mrope
-    assert not model(rope_parameters={"rope_type": "default"}).has_mrope
-    assert model(text_config={"vocab_size": 7}).vocab_size == 7 and model().vocab_size is None
-
-
 def test_an_mtp_head_is_written_as_one_of_mimo(tmp_path: Path) -> None:
     """It reads the features before the embedding, and adds biases to queries, keys and values."""
     import torch

@@ -114,12 +114,6 @@ def test_llama_cuts_drafts_to_the_answer_and_vllm_to_the_context(
     assert replayed.drafts[:1] == drafts and replayed.num_tokens == 3
 
 
-def test_a_server_that_serves_on_does_not_forget() -> None:
-    request = KnownRequest(Served.of(list(range(1, 41)), list(range(41, 141)), 100))
-    first, again = replay_speculation(speculation("ngram-mod", 4, 0, 8), [request] * 2, CONTEXT)
-    assert first.counts[2] == 0 < again.counts[2]
-
-
 class SuffixTrie:
     """Suffixes of texts token by token, as the obvious tree: a node's children in the order that arctic-inference's
     linked lists keep.

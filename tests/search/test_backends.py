@@ -54,15 +54,11 @@ REFUSED = {
     ),
     "an option of no backend": (
         [*LLAMA, "--set", "llama.cpp:comand=x"],
-        "--set llama.cpp:comand=x: the backend llama.cpp has no option 'comand'; did you mean 'command'?",
-    ),
-    "an option of the runtime": (
-        ["--set", "runtime:command=x"],
-        "--set runtime:command=x: the backend runtime has no option 'command'; drop it",
+        "--set llama.cpp:comand=x: no option of a backend, NAME:OPTION=VALUE; did you mean 'llama.cpp:command'?",
     ),
     "an option without a value": (
         [*LLAMA, "--set", "llama.cpp:url="],
-        "--set llama.cpp:url=: has no value; write llama.cpp:url=VALUE",
+        "--set llama.cpp:url=: no option of a backend, NAME:OPTION=VALUE; did you mean 'llama.cpp:url'?",
     ),
     "a command and a URL": (
         [*LLAMA, "--set", "llama.cpp:url=http://x", "--set", "llama.cpp:command=x"],

@@ -83,7 +83,7 @@ def test_what_was_served_is_not_served_again(tmp_path: Path, label: str) -> None
     again.ms |= {"copy": 5.0}
     profile = tuned(again, tmp_path)
     assert profile.point.deployment is not None and profile.point.deployment.label == "copy"
-    first = [len(arm.served) for arm in again.arms[:3]]
+    first = [len(arm.decoded) for arm in again.arms[:3]]
     assert first == [5, 5, 5]
 
 
@@ -103,3 +103,10 @@ def test_requests_at_once_are_served_by_plain_decoding_the_winner_and_the_defaul
     assert [(load.label, load.requests_at_once) for load in evidence.loads] == [
         (label, size) for size in (2, 4) for label in ("off", "copy(2)", "copy")
     ]
+
+
+def test_without_a_type_that_is_replayed_exactly_there_is_nothing_to_tune(tmp_path: Path) -> None:
+    backend = FakeBackend()
+    backend.prices.left_out = {"copy": "another rule", "guess": "another rule"}
+    with pytest.raises(UserError, match="fake: no speculation is left to tune"):
+        tuned(backend, tmp_path)
