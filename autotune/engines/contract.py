@@ -90,12 +90,11 @@ class BackendContract:
 
     def test_arms_are_told_apart_by_their_names_and_keys(self, backend: Backend) -> None:
         arms = []
-        for one in (None, backend.configurations()[0]):
-            for _ in range(2):
-                with backend.arm(one) as arm:
-                    arms.append((arm.name, arm.key))
-        assert arms[0] == arms[1] and arms[2] == arms[3]
-        assert arms[0][0] != arms[2][0] and arms[0][1] != arms[2][1]
+        for one in [None, backend.configurations()[0]] * 2:
+            with backend.arm(one) as arm:
+                arms.append((arm.name, arm.key))
+        plain, other = arms[:2]
+        assert arms[2:] == [plain, other] and plain[0] != other[0] and plain[1] != other[1]
 
     def test_the_deployed_command_names_the_model_and_the_speculation(self, backend: Backend) -> None:
         chosen = backend.configurations()[-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     import torch
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "*.safetensors"
-COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
-"""Files of a checkpoint next to its weights."""
+COPIED = (".json", ".jinja", ".model", ".txt")
+"""Suffixes of a checkpoint's files next to its weights."""
 OF_IMAGES = ("processor_config.json", "preprocessor_config.json")
 """Files that a text model does not have."""
 DTYPES = ("dtype", "torch_dtype")
@@ -82,11 +82,10 @@ class ModelFiles:
 
         return {name: tensor for path in self.folder.glob(WEIGHTS) for name, tensor in load_file(path).items()}
 
-    def companions(self) -> Iterator[Path]:
+    def companions(self, left_out: Sequence[str] = ()) -> list[Path]:
         """Files beside the weights and the config: of the tokenizer, the processor and the chat template."""
-        for path in (path for pattern in COPIED for path in self.folder.glob(pattern)):
-            if path.name not in (CONFIG, INDEX):
-                yield path
+        others = [path for path in self.folder.iterdir() if path.name not in (CONFIG, INDEX, *left_out)]
+        return [path for path in others if path.suffix in COPIED]
 
 
 def find_model_files(name: str, *, local_only: bool = True, weights: bool = False) -> ModelFiles | None:
@@ -107,7 +106,7 @@ def find_model_files(name: str, *, local_only: bool = True, weights: bool = Fals
 
 
 def write_model(
-    folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor], companions: Iterable[Path] = ()
+    folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor], companions: Sequence[Path] = ()
 ) -> None:
     """Write a checkpoint in a form that an engine loads. Its config is written last, and says that it is complete."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -138,7 +137,7 @@ def text_part(source: ModelFiles, folder: Path, name: str) -> Path:
     shared = {key: source.config[key] for key in DTYPES if key in source.config}
     is_tied = not any(weight.startswith("lm_head.") for weight in weights)
     config = {**shared, **text, "architectures": [architecture], "tie_word_embeddings": is_tied}
-    write_model(folder, config, weights, (path for path in source.companions() if path.name not in OF_IMAGES))
+    write_model(folder, config, weights, source.companions(OF_IMAGES))
     return folder
 
 

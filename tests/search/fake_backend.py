@@ -94,7 +94,7 @@ class FakeBackend(Backend):
         return Deployment(backend=self.name, model=self.model, command=words, speculation=configuration, build="1")
 
     def loads(
-        self, configurations: Sequence[Speculation | None], recorded: FakeRecorded, requests_at_once: int
+        self, configurations: Sequence[Speculation | None], recorded: Any, requests_at_once: int
     ) -> list[ServedLoad]:
         return [
             ServedLoad(
