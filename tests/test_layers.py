@@ -64,7 +64,6 @@ TORCH_FREE = (
     "modeling.loading",
     "replay",
     "report",
-    "search.runtime_backend",
     "search.backend_race",
     "search.backends",
     "search.engine_tuning",

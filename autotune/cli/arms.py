@@ -12,8 +12,6 @@ import click
 from autotune.console import Console
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.deployment import RUNTIME
-from autotune.engines.backend import Backend
-from autotune.engines.served import require_served
 from autotune.evaluation.bench_settings import BenchArms
 from autotune.modeling.loading import Dtype
 from autotune.search.backends import arms_of, restored_backend
@@ -47,12 +45,9 @@ def compared_arms(
         return
     from autotune.machine.device import choose_device
 
-    prompts = prompts.first_turns()
-    backend = restored_backend(profile, command=engine_command, console=console)
-    _require_read(backend, prompts.prompts)
     has_default = names is None or profile.evidence.best_default in names
     with arms_of(profile, command=engine_command, console=console, with_default=has_default) as arms:
-        yield BenchArms(list(arms.values()), prompts), choose_device(device)
+        yield BenchArms(list(arms.values()), prompts.first_turns()), choose_device(device)
 
 
 def measured_loads(
@@ -94,7 +89,6 @@ def answers(
         yield from answer_prompts(source, prompts, device=device, dtype=dtype, prints=prints)
         return
     backend, point = restored_backend(profile, command=command), profile.point
-    _require_read(backend, prompts)
     assert point.deployment is not None
     with backend.arm(point.deployment.speculation) as arm:
         for prompt in prompts:
@@ -112,8 +106,3 @@ def answers(
                 "stats": decoded.model_dump(mode="json"),
                 "summary": f"{decoded.new_tokens} tokens in {decoded.decode_ms:.0f} ms ({rate:.0f} tokens/s, {counts})",
             }
-
-
-def _require_read(backend: Backend, prompts: Sequence[WorkloadPrompt]) -> None:
-    """Refuse prompts that a backend does not decode as it was tuned."""
-    require_served(prompts, backend.name, reads_images=getattr(backend, "reads_images", True))

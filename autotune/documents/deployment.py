@@ -83,7 +83,7 @@ class EngineEvidence(Document):
     num_replayed: dict[str, int]
     """Configurations of each type that were replayed."""
     predicted: list[PredictedSettings]
-    """The fastest three of each type, and its default, the fastest first."""
+    """All of them, the fastest first."""
     prices: list[PricedStep] = Field(default_factory=list)
     factors: dict[str, float] = Field(default_factory=dict)
     """Times in served requests over the prices' own, by kind of pass."""

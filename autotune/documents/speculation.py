@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 
 from autotune.files import Document, content_key
 
-EngineName = Literal["llama.cpp", "vllm"]
 ModelType = Literal["draft_model", "eagle3", "mtp", "draft-simple", "draft-eagle3"]
 SpeculationType = str
 """A key of ``OPTIONS``, or a type of another engine."""
@@ -31,11 +30,6 @@ OPTIONS: dict[SpeculationType, Options] = {
 """Options that affect a type's drafts, with the engine's defaults, in the order in which llama-server tries the types.
 vLLM documents no default for ``ngram``; these values are its example's. A draft model drafts three tokens.
 """
-TYPES: dict[EngineName, list[SpeculationType]] = {
-    "llama.cpp": [name for name in OPTIONS if name.startswith("ngram-")],
-    "vllm": ["ngram", "suffix"],
-}
-"""The types that need no draft model."""
 
 
 class Speculation(Document):

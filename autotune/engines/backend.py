@@ -1,4 +1,5 @@
-"""The interface of a backend: what a search asks of a way to serve a model, in six methods. Loads no torch.
+"""The interface of an engine as a backend: what a search asks of it, in six methods. The runtime of this program has a
+search of its own (``search.pipeline``). Loads no torch.
 
 A backend is one file and one row of ``search.backends.BACKENDS``; ``engines.contract`` tests it.
 """
@@ -11,27 +12,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
+from autotune.console import Console
 from autotune.documents.decoded import Decoded
 from autotune.documents.deployment import Deployment, PricedStep, ServedLoad
 from autotune.documents.provenance import ModelReference
+from autotune.documents.speculation import Speculation
 from autotune.errors import ArmFailed, UserError
 from autotune.trees.limits import Floats
 from autotune.workloads.prompt import WorkloadPrompt
-
-
-class BackendSettings(Protocol):
-    """A configuration of a backend, such as ``documents.speculation.Speculation``."""
-
-    @property
-    def label(self) -> str: ...
-    @property
-    def key(self) -> str: ...
-    @property
-    def type(self) -> str: ...
-    @property
-    def is_default(self) -> bool: ...
 
 
 class Steps(Protocol):
@@ -66,9 +56,6 @@ class Server(Protocol):
     def text(self, tokens: Sequence[int]) -> str:
         """The text of tokens."""
 
-    def failure(self, error: UserError) -> str:
-        """Why a request failed: the server's end, or the error."""
-
 
 @dataclass
 class EngineArm:
@@ -95,7 +82,7 @@ class EngineArm:
         try:
             served = self.server.ask(prompt)
         except UserError as error:
-            raise ArmFailed(self.server.failure(error)) from None
+            raise ArmFailed(str(error)) from None
         time.sleep(self.pause_s)
         return Decoded(**{name: getattr(served, name) for name in Decoded.model_fields} | {"arm": self.key})
 
@@ -113,14 +100,34 @@ class Backend(ABC):
 
     name: ClassVar[str]
     model: ModelReference
+    """The model that the engine loads."""
     precision: str
     """Precision of the weights, such as ``bfloat16`` or ``Q4_1``."""
     is_fixed: bool = False
     """Whether this is a running server, whose settings stay: it has no arms, and the result is a prediction."""
 
     @abstractmethod
-    def configurations(self) -> Sequence[Any]:
-        """Every configuration that is replayed."""
+    def __init__(self, target: str, *, console: Console | None = None, seed: int = 0) -> None:
+        """
+        Args:
+            target: the model to load. The other arguments of a backend are options of ``--set NAME:OPTION=VALUE``.
+
+        Raises:
+            UserError: the engine is not installed, or does not load the model.
+        """
+
+    @classmethod
+    def restored(cls, deployment: Deployment, **options: Any) -> Self:
+        """The backend of a profile, with further arguments.
+
+        Raises:
+            UserError: as the constructor, or the model is another one.
+        """
+        return cls(deployment.model.id, **options)
+
+    @abstractmethod
+    def configurations(self) -> Sequence[Speculation]:
+        """Every configuration that is replayed, the default of every type among them."""
 
     @abstractmethod
     def record(self, prompts: Sequence[WorkloadPrompt], until: float = math.inf) -> Any:
@@ -133,11 +140,11 @@ class Backend(ABC):
         """Measure forward passes, and find out which types are replayed as they are served."""
 
     @abstractmethod
-    def replay(self, configuration: Any, recorded: Any) -> Steps:
+    def replay(self, configuration: Speculation | None, recorded: Any) -> Steps:
         """The steps for the recorded prompts, in their order in one new server."""
 
     @abstractmethod
-    def arm(self, configuration: Any) -> AbstractContextManager[Any]:
+    def arm(self, configuration: Speculation | None) -> AbstractContextManager[Any]:
         """An ``evaluation.arms.Arm`` of the configuration, such as ``EngineArm``: a new server, which is stopped at the
         end.
 
@@ -146,10 +153,12 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def deploy(self, configuration: Any) -> Deployment:
+    def deploy(self, configuration: Speculation | None) -> Deployment:
         """The deployment that serves requests with the configuration."""
 
-    def loads(self, configurations: Sequence[Any], recorded: Any, requests_at_once: int) -> list[ServedLoad]:
+    def loads(
+        self, configurations: Sequence[Speculation | None], recorded: Any, requests_at_once: int
+    ) -> list[ServedLoad]:
         """Serve the recorded prompts with each configuration, several at a time, in a new server each.
 
         Raises:

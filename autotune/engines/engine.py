@@ -11,7 +11,7 @@ import shutil
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -19,14 +19,20 @@ from typing import Any, ClassVar, Self
 from autotune.console import Console
 from autotune.documents.deployment import Deployment, ServedLoad
 from autotune.documents.provenance import ModelReference
-from autotune.documents.speculation import OPTIONS, ModelType, Options, Speculation
+from autotune.documents.speculation import OPTIONS, ModelType, Speculation
 from autotune.engines.backend import Backend, EngineArm
 from autotune.engines.engine_server import EngineServer
-from autotune.engines.loads import measure_load, show_loads
-from autotune.engines.ngram_drafters import KnownRequest
-from autotune.engines.prices import PRICED_TOKENS, EnginePrices, Pairs, measure_verifications, served_prices, with_draft
+from autotune.engines.loads import loads_table, measure_load
+from autotune.engines.prices import PRICED_TOKENS, EnginePrices, Pairs, measure_verifications, served_prices
 from autotune.engines.process import running
-from autotune.engines.replay import KEEPS_STATE, EngineRecorded, EngineSteps, replay_speculation, replayed_pairs
+from autotune.engines.replay import (
+    KEEPS_STATE,
+    ChainSteps,
+    EngineRecorded,
+    EngineSteps,
+    replay_speculation,
+    replayed_pairs,
+)
 from autotune.engines.served import Served, require_served
 from autotune.errors import UserError
 from autotune.files import WORKSPACE, append_line, content_key, read_lines, user_cache
@@ -37,7 +43,7 @@ OFF = "off"
 FEWEST_PROMPTS = 4  # are recorded, whatever time that takes
 AGAIN = 4  # prompts that are asked again
 SELF_TEST = 12  # prompts
-CHAINS = range(1, 9)  # tokens of a draft model's chains
+CHAINS = (1, 3, 5, 8)  # tokens of a draft model's chains; 3 is the default
 
 
 class EngineBackend(Backend):
@@ -56,8 +62,6 @@ class EngineBackend(Backend):
 
     program: ClassVar[str]
     """The executable's name."""
-    built: ClassVar[Path]
-    """Where ``make engines`` of this project's sources puts it, in the user's cache."""
     install: ClassVar[str]
     """How to get the program, for error messages."""
     models: ClassVar[str]
@@ -73,8 +77,6 @@ class EngineBackend(Backend):
     """Values of the options that are replayed beside the defaults, by type."""
     tolerated_mismatches: ClassVar[float] = 0.0
     """The share of requests whose counts may differ from the replay's."""
-    reads_images: ClassVar[bool] = False
-    """Whether prompts with images are served; else they are refused."""
     has_one_loop: ClassVar[bool] = True
     """Whether a pass without speculation takes the same time in a server that speculates."""
     pause_s: ClassVar[float] = 0.0
@@ -90,21 +92,18 @@ class EngineBackend(Backend):
         console: Console | None = None,
         seed: int = 0,
     ) -> None:
+        if url is not None and (command or draft):
+            option = "command" if command else "draft"
+            raise UserError(
+                f"--set {self.name}:url: a server that runs keeps its settings; leave {self.name}:{option} out"
+            )
         if (found := self.find_model(target, local_only=url is not None)) is None:
             raise UserError(f"{target}: {self.name} loads {self.models}; give one")
-        if url is not None and (draft or command):
-            option = "--draft" if draft else "command"
-            raise UserError(f"{option}: a server at a URL keeps its settings; leave one of the two out")
         self.target, self.model = found
         self.url, self.is_fixed = url, url is not None
         self.console, self.seed, self.build = console or Console(), seed, ""
-        self.executable, self.arguments = Path(self.program), list[str]()
-        if url is None:
-            self.executable, self.arguments = self.find(command)
-        self.precision = self.find_precision()
-        self.missing: dict[str, str] = (
-            {} if self.is_fixed else dict.fromkeys(self.missing_types(), "the build does not have it")
-        )
+        self.executable, self.arguments = self.find(command) if url is None else (Path(self.program), [])
+        self.precision = self.read_model()
         self.chains = list[Speculation]()
         if draft is not None:
             kind, path = self.find_draft(draft, self.target)
@@ -112,15 +111,11 @@ class EngineBackend(Backend):
             self.chains = [Speculation(type=kind, options={option: k}, model=f"{path}") for k in CHAINS]
 
     @classmethod
-    def restored(cls, deployment: Deployment, *, command: str | None = None, console: Console | None = None) -> Self:
-        """The engine of a profile: the executable that it names, or that of ``command``.
-
-        Raises:
-            UserError: there is none, or the model is another one.
-        """
+    def restored(cls, deployment: Deployment, *, command: str | None = None, **options: Any) -> Self:
+        """With the executable that the profile names, or that of ``command``."""
         if command is None and Path(deployment.command[0]).exists():
             command = shlex.join([deployment.command[0], *deployment.arguments])
-        backend = cls(deployment.model.id, command=command, console=console)
+        backend = cls(deployment.model.id, command=command, **options)
         if not backend.model.is_same(deployment.model):
             raise UserError(f"{deployment.model.id}: not the model that the profile was tuned for; restore its files")
         return backend
@@ -129,8 +124,9 @@ class EngineBackend(Backend):
     def find(cls, command: str | None) -> tuple[Path, list[str]]:
         """The executable and the user's arguments."""
         words = shlex.split(command or cls.program) or [""]
-        built = user_cache().parent / "autotune-engines" / cls.built
-        found = shutil.which(words[0]) or (built if words[0] == cls.program and built.exists() else None)
+        found = shutil.which(words[0])
+        if found is None and words[0] == cls.program:  # which ``make engines`` of this project's sources may have built
+            found = shutil.which(user_cache().parent / "autotune-engines" / cls.name / "bin" / cls.program)
         if found is None:
             raise UserError(
                 f"{words[0] or 'command'}: no such executable; {cls.install}, or give --set {cls.name}:command=..."
@@ -162,15 +158,11 @@ class EngineBackend(Backend):
         """
 
     @abstractmethod
-    def find_precision(self) -> str:
-        """The precision of the weights."""
-
-    @abstractmethod
-    def missing_types(self) -> Sequence[str]:
-        """Types that the build does not have.
+    def read_model(self) -> str:
+        """The precision of the weights.
 
         Raises:
-            UserError: another program, or a build without the type by which passes are priced.
+            UserError: the file cannot be served.
         """
 
     @abstractmethod
@@ -190,7 +182,12 @@ class EngineBackend(Backend):
     def started(
         self, speculation: Speculation | None = None, at_once: int = 1, longest: int = 0
     ) -> Iterator[EngineServer]:
-        """Start a server in a new state; see ``process.running``."""
+        """A server in a new state, see ``process.running``, or the one at the URL."""
+        if self.url is not None:
+            server = self.server(self.url)
+            self.build = server.build
+            yield server
+            return
         alias = f"autotune-{os.urandom(8).hex()}"
         words = [*self.words(speculation), *self.own_words(alias, at_once, longest)]
         with running(words, self.program) as (url, process):
@@ -203,26 +200,17 @@ class EngineBackend(Backend):
             self.build = self.build_of(server)
             yield server
 
-    def _server(self, speculation: Speculation | None) -> AbstractContextManager[EngineServer]:
-        """A new server, or the one at the URL."""
-        if self.url is None:
-            return self.started(speculation)
-        server = self.server(self.url)
-        self.build = server.build
-        return nullcontext(server)
-
     def configurations(self) -> list[Speculation]:
-        found = list[Speculation]()
-        for kind, rows in self.space.items():
-            if kind not in self.missing:
-                names = OPTIONS[kind]
-                options: list[Options] = [names, *(dict(zip(names, row, strict=True)) for row in rows)]
-                found += [Speculation(type=kind, options=one) for one in options]
+        found = [
+            Speculation(type=kind, options=dict(zip(OPTIONS[kind], values, strict=True)))
+            for kind, rows in self.space.items()
+            for values in (OPTIONS[kind].values(), *rows)
+        ]
         return list({one.label: one for one in [*found, *self.chains]}.values())
 
     def record(self, prompts: Sequence[WorkloadPrompt], until: float = math.inf) -> EngineRecorded:
-        require_served(prompts, self.name, reads_images=self.reads_images)
-        with self._server(None) as server:
+        require_served(prompts, reads_images=self.server.reads_images)
+        with self.started(None) as server:
             first = server.prompt_tokens(prompts[0])  # by the engine's chat template and tokenizer
             where = [self.model.sha256 or self.model.id, self.build, self.url, self.arguments, first]
             folder = WORKSPACE / "engines" / content_key(where)
@@ -242,7 +230,11 @@ class EngineBackend(Backend):
             f"plain      {sum(len(answer.tokens) for answer in answers)} tokens of {len(prompts)} prompts, in {folder}; asked again, "
             f"{differing} of {len(again)} answers differ"
         )
-        return self._with_chain(recorded, [prompts[number] for number in longest], folder) if self.chains else recorded
+        chains = dict[str, Sequence[Served]]()
+        for chain in self.chains:
+            with self.started(chain) as server:
+                chains[chain.key] = self._recorded(server, prompts, folder, until)
+        return replace(recorded, chains=chains)
 
     def _recorded(
         self, server: EngineServer, prompts: Sequence[WorkloadPrompt], folder: Path, until: float
@@ -257,53 +249,25 @@ class EngineBackend(Backend):
                     break
                 if prompt.sha256 not in known:
                     answer = server.ask(prompt)
-                    answer = answer.model_copy(update={"beyond": server.continuation(answer, prompt)})
+                    if server.speculation is None:
+                        answer = answer.model_copy(update={"beyond": server.continuation(answer, prompt)})
                     known[prompt.sha256] = answer.model_dump(mode="json", exclude_unset=True)
                     append_line(file, known[prompt.sha256])
                 answers.append(Served.model_validate(known[prompt.sha256]))
                 update(number, len(prompts))
         return answers
 
-    def _with_chain(self, recorded: EngineRecorded, longest: Sequence[WorkloadPrompt], folder: Path) -> EngineRecorded:
-        """The record with the answers of a draft model's longest chain, from which the others are replayed; the
-        shortest one tests this.
-        """
-        with self.started(self.chains[-1]) as server:
-            chain = self._recorded(server, recorded.prompts, folder, math.inf)
-            long = [server.ask(prompt) for prompt in longest]
-        if lacking := sum(answer.lacks_rounds for answer in chain):
-            self.console.say(
-                f"draft      {lacking} of {len(chain)} answers came without their rounds; their tokens count as those of the others"
-            )
-        with self.started(self.chains[0]) as server:
-            short = [server.ask(prompt) for prompt in longest]
-        if not all(any(answer.drafted_lengths for answer in rows) for rows in (chain, long, short)):
-            self.console.say("draft      the draft model is left out: replies of the engine do not tell its rounds")
-            self.chains = []
-            return recorded
-        replays = replay_speculation(self.chains[0], map(KnownRequest, long), recorded.context)
-        counted = [[one for _, one in replayed_pairs(self.chains[0], short, recorded.context)], replays]
-        per_pass = [sum(one.num_tokens for one in rows) / sum(one.passes.total() for one in rows) for rows in counted]
-        self.console.say(
-            f"draft      tokens per pass of {self.chains[0].label}: {per_pass[1]:.2f} by replay of {self.chains[-1].label}, "
-            f"{per_pass[0]:.2f} counted"
-        )
-        return replace(recorded, chain=chain, chain_times=(short, long))
-
     def price(self, recorded: EngineRecorded, until: float = math.inf) -> EnginePrices:
         """Passes are priced in a server of the self-test, whose requests are answered before."""
-        left_out, served = dict(self.missing), list[Any]()
+        left_out, served = dict[str, str](), list[Any]()
         with ExitStack() as stack:
-            pricing = stack.enter_context(self._server(self.tested[0]))
+            pricing = stack.enter_context(self.started(self.tested[0]))
             for tested in () if self.is_fixed else self.tested:
-                if tested.type not in left_out:
-                    pairs, reason = self._self_test(tested, pricing, recorded)
-                    served += pairs
-                    left_out |= reason
-            if not set(self.space) - set(left_out) and not self.chains:
-                raise UserError(
-                    "the counts differ from the replay's in every type; use the build that docs/engines.md names"
-                )
+                try:
+                    served += self._self_test(tested, pricing, recorded)
+                except UserError as error:
+                    left_out[tested.type] = str(error)
+                    self.console.say(f"self-test  {tested.type} is left out: {error}")
             asked = sorted((answer.prompt_tokens for answer in recorded.answers), key=len)
             ends = asked[:: max(1, len(asked) - 1)]  # after the shortest and the longest prompt
             with self.console.stage("prices of forward passes") as update:
@@ -311,20 +275,14 @@ class EngineBackend(Backend):
         has_one_loop = self.has_one_loop or self.is_fixed  # a server at a URL drafts in its plain answers too
         plain = replayed_pairs(None, recorded.again, recorded.context)
         prices = served_prices(EnginePrices(steps, left_out), plain, served, has_one_loop=has_one_loop)
-        self.console.say(f"prices     {prices.text(has_one_loop=has_one_loop)}")
-        if self.chains:
-            ends_of_chains = zip((self.chains[0], self.chains[-1]), recorded.chain_times, strict=True)
-            prices = with_draft(prices, [replayed_pairs(one, rows, recorded.context) for one, rows in ends_of_chains])
-            self.console.say(
-                "draft      drafting takes {:.1f} ms and {:.1f} ms for each token".format(*prices.draft_ms)
-            )
+        self.console.say(f"prices     {prices.text()}")
         return prices
 
-    def _self_test(
-        self, tested: Speculation, pricing: EngineServer, recorded: EngineRecorded
-    ) -> tuple[Pairs, dict[str, str]]:
-        """Requests of a new server whose counts are the replay's, beside it; and the type with the reason, if these are
-        too few.
+    def _self_test(self, tested: Speculation, pricing: EngineServer, recorded: EngineRecorded) -> Pairs:
+        """Requests of a new server whose counts are the replay's, beside it.
+
+        Raises:
+            UserError: these are too few, or the build does not have the type.
         """
         with nullcontext(pricing) if tested == self.tested[0] else self.started(tested) as server:
             answers = [server.ask(prompt) for prompt in recorded.prompts[:SELF_TEST]]
@@ -332,29 +290,27 @@ class EngineBackend(Backend):
         answers = [a.model_copy(update={"beyond": beyond}) for a, beyond in zip(answers, following, strict=True)]
         pairs = replayed_pairs(tested, answers, recorded.context)
         exact = [(answer, replayed) for answer, replayed in pairs if answer.counts == replayed.counts]
-        texts = [
+        counted, predicted = (
             "{} verifications, {} drafted, {} accepted".format(*map(sum, zip(*rows, strict=True)))
             for rows in ([answer.counts for answer, _ in pairs], [replayed.counts for _, replayed in pairs])
-        ]
-        self.console.say(
-            f"self-test  {tested.type}: counts are the predicted in {len(exact)} of {len(pairs)} requests; {texts[0]}"
         )
-        if len(exact) >= (1 - self.tolerated_mismatches) * len(pairs):
-            return exact, {}
-        self.console.say(f"self-test  {tested.type} is left out: the build has another rule; predicted are {texts[1]}")
-        return [], {tested.type: f"{texts[0]}; predicted are {texts[1]}"}
+        self.console.say(
+            f"self-test  {tested.type}: counts are the predicted in {len(exact)} of {len(pairs)} requests; {counted}"
+        )
+        if len(exact) < (1 - self.tolerated_mismatches) * len(pairs):
+            raise UserError(f"the build has another rule: {counted}; predicted are {predicted}")
+        return exact
 
-    def replay(self, configuration: Speculation | None, recorded: EngineRecorded) -> EngineSteps:
-        """Along the plain answers; a draft model's chains along those of the longest one."""
-        has_model = configuration is not None and bool(configuration.model)
-        requests = recorded.known_chain if has_model else recorded.known
-        replays = replay_speculation(configuration, requests, recorded.context)
-        return EngineSteps(configuration, replays, [len(answer.tokens) - 1 for answer in recorded.answers])
+    def replay(self, configuration: Speculation | None, recorded: EngineRecorded) -> EngineSteps | ChainSteps:
+        """Along the plain answers. The answers of a draft model's chain were recorded in servers of its own."""
+        new_tokens = [len(answer.tokens) - 1 for answer in recorded.answers]
+        if configuration is not None and configuration.model:
+            return ChainSteps(recorded.chains[configuration.key], new_tokens)
+        replays = replay_speculation(configuration, recorded.known, recorded.context)
+        return EngineSteps(configuration, replays, new_tokens)
 
     @contextmanager
     def arm(self, configuration: Speculation | None) -> Iterator[EngineArm]:
-        if self.is_fixed:
-            raise UserError(f"{self.url}: a server at a URL keeps its settings, and is not measured; leave the URL out")
         with self.started(configuration) as server:
             key = [self.name, self.model.sha256 or self.model.id, self.build, self.arguments]
             yield EngineArm(
@@ -378,8 +334,6 @@ class EngineBackend(Backend):
     def loads(
         self, configurations: Sequence[Speculation | None], recorded: EngineRecorded, requests_at_once: int
     ) -> list[ServedLoad]:
-        if self.is_fixed:
-            raise UserError("--requests-at-once: a server at a URL keeps its settings; leave one of the two out")
         answers, loads = recorded.answers, list[ServedLoad]()
         longest = max(len(one.prompt_tokens) + one.limit for one in answers) + PRICED_TOKENS[-1]  # with a draft
         with self.console.stage("requests at once", len(configurations)) as update:
@@ -388,5 +342,5 @@ class EngineBackend(Backend):
                     label = one.label if one else OFF
                     loads.append(measure_load(server, answers, recorded.prompts, requests_at_once, label))
                 update(number, len(configurations))
-        show_loads(loads, self.console)
+        self.console.show(loads_table(loads))
         return loads

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
 from autotune.documents.speculation import Milliseconds, Natural, Speculation
 from autotune.engines.process import ENDING_S, open_url
-from autotune.engines.served import Served
+from autotune.engines.served import Served, require_served
 from autotune.errors import UserError, reading
 from autotune.strict_parsing import parse_json
 from autotune.workloads.chat import Message
@@ -29,7 +29,10 @@ from autotune.workloads.prompt import WorkloadPrompt
 ANSWER_TIMEOUT_S = 600.0  # of one request
 ASK_TIMEOUT_S = 20.0  # of a question about the engine
 MOST_BYTES = 1 << 26  # of a reply
-TEXT, TOKENS, TIMES = TypeAdapter(str), TypeAdapter(list[Natural]), TypeAdapter(list[Milliseconds])
+TEXT, NATURAL, TOKENS = TypeAdapter[str](str), TypeAdapter[int](Natural), TypeAdapter[list[int]](list[Natural])
+TIMES = TypeAdapter[list[float]](list[Milliseconds])
+OBJECT = TypeAdapter[dict[str, Any]](dict[str, Any])
+T = TypeVar("T")
 ADVICE = "give the address of a serving engine, such as http://localhost:8000"
 
 SAMPLE = re.compile(r"^((?:vllm|llamacpp):(?:spec_decode|generation)\w+_total)(?:\{.*\})? (\S+)", re.MULTILINE)
@@ -52,7 +55,7 @@ class EngineServer(ABC):
 
     build: str
     """The server's own name of its build."""
-    alias: object
+    alias: str
     """The model's name there."""
     context: int
     """Tokens of a request."""
@@ -64,6 +67,8 @@ class EngineServer(ABC):
     """Arguments with which a server drafts as ``verify`` needs."""
     longest: int
     """Most tokens of a verification that is priced."""
+    reads_images: bool = False
+    """Whether prompts with images are served; else they are refused."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -76,13 +81,23 @@ class EngineServer(ABC):
 
     def read_json(self, path: str, body: dict[str, Any] | None = None, advice: str = ADVICE) -> dict[str, Any]:
         content = self.read(path, body, advice)
-        try:
-            value = parse_json(content.decode())
-        except ValueError:
-            value = None
-        if not isinstance(value, dict):
-            raise UserError(f"{self.url}{path}: not a JSON object; {ADVICE}")
-        return value
+        with self.reply_of(path):
+            return OBJECT.validate_python(parse_json(content.decode()))
+
+    def value(
+        self,
+        path: str,
+        kind: TypeAdapter[T],
+        *keys: str | int,
+        body: dict[str, Any] | None = None,
+        advice: str = ADVICE,
+    ) -> T:
+        """The value at some keys of a reply, which has to be of a kind."""
+        found: Any = self.read_json(path, body, advice)
+        with self.reply_of(path):
+            for key in keys:
+                found = found[key]
+            return kind.validate_python(found, strict=True)
 
     def read(self, path: str, body: dict[str, Any] | None = None, advice: str = ADVICE) -> bytes:
         return b"".join(self.lines(path, body, advice))
@@ -120,23 +135,20 @@ class EngineServer(ABC):
                 if response.length:
                     raise HTTPException("its reply is cut short")
         except urllib.error.HTTPError as error:
-            message = ""
-            with suppress(OSError, HTTPException):
-                message = _message(error.read(MOST_BYTES))
-            raise UserError(
-                f"{self.url}{path}: the engine answers {error.code}{message and f', {message}'}; {advice}"
-            ) from None
+            raise UserError(f"{self.url}{path}: the engine answers {error.code}{_message(error)}; {advice}") from None
         except (OSError, ValueError, HTTPException) as error:  # refused, timed out, cut short, no HTTP, or no address
-            reason = getattr(error, "reason", error)
-            raise UserError(f"{self.url}: no engine answers ({reason}); start it, or check the address") from None
-
-    @property
-    def has_draft(self) -> bool:
-        """Whether a draft model drafts before every pass."""
-        return self.speculation is not None and bool(self.speculation.model)
+            reason = (
+                f"{self.url}: no engine answers ({getattr(error, 'reason', error)}); start it, or check the address"
+            )
+            raise UserError(self._end() or reason) from None
 
     def ask(self, prompt: WorkloadPrompt) -> Served:
-        """Decode one prompt greedily. Reading it takes none of the time."""
+        """Decode one prompt greedily. Reading it takes none of the time.
+
+        Raises:
+            UserError: the server fails, or does not decode such prompts (``require_served``).
+        """
+        require_served([prompt], reads_images=self.reads_images)
         answer = self.answer(self.prompt_tokens(prompt), prompt.settings.max_new_tokens, prompt)
         named = {"prompt": prompt.name, "prompt_sha256": prompt.sha256, "task": prompt.settings.task}
         return answer.model_copy(update=named)
@@ -169,15 +181,14 @@ class EngineServer(ABC):
     def text(self, tokens: Sequence[int]) -> str:
         """The text of tokens."""
 
-    def failure(self, error: UserError) -> str:
-        """Why a request failed: the server's end, or the error."""
+    def _end(self) -> str:
+        """How a server that was started here has ended; empty if it has not."""
         if self.process is not None:
             with suppress(subprocess.TimeoutExpired):
                 code = self.process.wait(ENDING_S)
-                return (
-                    f"the server ended while it was used, with {f'signal {-code}' if code < 0 else f'exit code {code}'}"
-                )
-        return str(error)
+                cause = f"signal {-code}" if code < 0 else f"exit code {code}"
+                return f"the server ended while it was used, with {cause}"
+        return ""
 
     def cpu_ms(self) -> float:
         """CPU time of the threads of the server and its workers; 0 if they are not on this machine."""
@@ -190,12 +201,9 @@ class EngineServer(ABC):
         return nanoseconds / 1e6
 
 
-def _message(body: bytes) -> str:
-    """The message of an error in one line, as OpenAI's API has it."""
-    try:
-        content = parse_json(body.decode())
-        found = content.get("error", content)
-        message = found.get("message", "") if isinstance(found, dict) else found
-    except (ValueError, AttributeError):
-        return ""
-    return " ".join(str(message).split())[:400]
+def _message(error: urllib.error.HTTPError) -> str:
+    """The message of an error in one line after a comma, as OpenAI's API has it; empty for a reply without."""
+    with suppress(OSError, HTTPException, ValueError, TypeError, LookupError, AttributeError):
+        content = parse_json(error.read(MOST_BYTES).decode())
+        return ", " + " ".join(str(content.get("error", content)["message"]).split())[:400]
+    return ""

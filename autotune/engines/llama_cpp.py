@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import re
 import shlex
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,7 @@ from typing import Any
 from autotune.documents.provenance import ModelReference
 from autotune.documents.speculation import ModelType, Speculation
 from autotune.engines.engine import EngineBackend
-from autotune.engines.engine_server import TEXT, TIMES, TOKENS, EngineServer, text_chat
+from autotune.engines.engine_server import NATURAL, TEXT, TIMES, TOKENS, EngineServer, text_chat
 from autotune.engines.served import Served
 from autotune.errors import UserError
 from autotune.files import known_sha256_of
@@ -60,26 +57,21 @@ class LlamaServer(EngineServer):
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        props = self.read_json("/props")
-        with self.reply_of("/props"):
-            (self.context,) = TOKENS.validate_python([props["default_generation_settings"]["n_ctx"]], strict=True)
-            self.build = TEXT.validate_python(props["build_info"], strict=True)
-        self.alias = props.get("model_alias")
+        self.context = self.value("/props", NATURAL, "default_generation_settings", "n_ctx")
+        self.build = self.value("/props", TEXT, "build_info")
+        self.alias = self.value("/props", TEXT, "model_alias")
 
     def prompt_tokens(self, prompt: WorkloadPrompt) -> list[int]:
-        with self.reply_of("/apply-template"):
-            reply = self.read_json("/apply-template", text_chat(prompt), "check its chat template")
-            text = TEXT.validate_python(reply["prompt"], strict=True)
+        chat, advice = text_chat(prompt), "check its chat template"
+        text = self.value("/apply-template", TEXT, "prompt", body=chat, advice=advice)
         request = {"content": text, "add_special": True, "parse_special": True}
-        with self.reply_of("/tokenize"):
-            tokens = self.read_json("/tokenize", request, "check its version")["tokens"]
-            return TOKENS.validate_python(tokens, strict=True)
+        return self.value("/tokenize", TOKENS, "tokens", body=request)
 
     def answer(self, tokens: list[int], limit: int, prompt: WorkloadPrompt | None = None) -> Served:
         """After a request that only reads the prompt: from nothing, so that no answer depends on the order of prompts,
         and outside the CPU time.
         """
-        self._parts(tokens, 1, cache_prompt=False)
+        self._completed(tokens, 1, cache_prompt=False)
         before = self._verifications()
         answer = self._timed(tokens, limit)
         return answer.model_copy(update={"rounds": self._verifications() - before})
@@ -97,33 +89,27 @@ class LlamaServer(EngineServer):
 
     def _timed(self, tokens: list[int], limit: int, **options: Any) -> Served:
         before = self.cpu_ms()
-        parts = self._parts(tokens, limit, **options)
+        reply = self._completed(tokens, limit, **options)
         spent = max(0.0, self.cpu_ms() - before)
         with self.reply_of("/completion"):
-            timings = [part["timings"] for part in parts]
-            times = [timings[-1][name] for name in ("predicted_ms", "prompt_ms")]
+            timings = reply["timings"]
+            times = [timings[name] for name in ("predicted_ms", "prompt_ms")]
             wall_ms, prompt_ms = TIMES.validate_python(times, strict=True)
-            sums = [(0, 0), *((one.get("draft_n", 0), one.get("draft_n_accepted", 0)) for one in timings)]
-            chain = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(dict.fromkeys(sums))]
-            chain = chain if self.has_draft else [sums[-1]] if sums[-1][0] else []
+            drafted = timings.get("draft_n", 0)
             return Served.of(
                 tokens,
-                [token for part in parts for token in part["tokens"]],
+                reply["tokens"],
                 limit,
-                is_ended=parts[-1]["stop_type"] == "eos",
-                drafted_lengths=[drafted for drafted, _ in chain] if self.has_draft else [],
-                accepted_lengths=[accepted for _, accepted in chain],
-                verified_nodes=sums[-1][0],
+                is_ended=reply["stop_type"] == "eos",
+                accepted_lengths=[timings.get("draft_n_accepted", 0)] if drafted else [],
+                verified_nodes=drafted,
                 decode_ms=wall_ms,
                 cpu_ms=spent * wall_ms / max(wall_ms + prompt_ms, 1e-9),
             )
 
-    def _parts(self, tokens: list[int], limit: int, **options: Any) -> list[dict[str, Any]]:
-        """The reply; of a server with a draft model token by token, with the sums so far."""
+    def _completed(self, tokens: list[int], limit: int, **options: Any) -> dict[str, Any]:
         request = {"prompt": tokens, "temperature": 0.0, "return_tokens": True, "id_slot": 0, "n_predict": limit}
-        if self.has_draft:
-            return [part for part, _ in self.streamed("/completion", request | options | {"timings_per_token": True})]
-        return [self.read_json("/completion", request | options, "look into its log")]
+        return self.read_json("/completion", request | options, "look into its log")
 
     def stream(self, answer: Served, prompt: WorkloadPrompt | None = None) -> tuple[list[int], list[float]]:
         request = {"prompt": answer.prompt_tokens, "n_predict": answer.limit, "temperature": 0.0, "return_tokens": True}
@@ -133,9 +119,7 @@ class LlamaServer(EngineServer):
         return tokens, [spent for _, spent in parts]
 
     def text(self, tokens: Sequence[int]) -> str:
-        with self.reply_of("/detokenize"):
-            reply = self.read_json("/detokenize", {"tokens": list(tokens)})
-            return TEXT.validate_python(reply["content"], strict=True)
+        return self.value("/detokenize", TEXT, "content", body={"tokens": list(tokens)})
 
 
 class LlamaBackend(EngineBackend):
@@ -143,7 +127,6 @@ class LlamaBackend(EngineBackend):
 
     name = "llama.cpp"
     program = "llama-server"
-    built = Path("llama.cpp") / "bin" / program
     install = "install llama.cpp (https://github.com/ggml-org/llama.cpp)"
     models = "a GGUF file, or a folder with one"
     server = LlamaServer
@@ -165,27 +148,15 @@ class LlamaBackend(EngineBackend):
             )
         return "draft-eagle3" if architecture_of(path) == "eagle3" else "draft-simple", path.resolve()
 
-    def find_precision(self) -> str:
+    def read_model(self) -> str:
+        if self.url is None and "--chat-template" not in " ".join(self.arguments):
+            require_chat_template(Path(self.target))
         with Path(self.target).open("rb") as file:
             _, _, value = file.read(MOST_HEADER).partition(
                 FILE_TYPE_KEY
             )  # llama-quantize writes it behind the vocabulary
         number = int.from_bytes(value[4:8], "little") if value else -1  # after its type
         return FILE_TYPES.get(number, "quantized")
-
-    def missing_types(self) -> Sequence[str]:
-        if "--chat-template" not in " ".join(self.arguments):
-            require_chat_template(Path(self.target))
-        try:
-            done = subprocess.run([self.executable, "--help"], capture_output=True, text=True, timeout=60, check=False)
-        except (OSError, subprocess.SubprocessError) as error:
-            raise UserError(f"{self.executable}: cannot be run ({error}); name a {self.program}") from None
-        names = set(re.findall(r"[\w-]+", done.stdout.partition("--spec-type")[2].partition("\n--")[0]))
-        if PRICED_BY.type not in names:
-            raise UserError(
-                f"{self.executable}: is no {self.program}, or one without --spec-type {PRICED_BY.type}; install build b11434 or newer"
-            )
-        return [name for name in self.space if name not in names]
 
     def words(self, speculation: Speculation | None) -> list[str]:
         return [str(self.executable), "-m", self.target, *self.arguments, *llama_arguments(speculation)]

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from autotune.console import Console
 from autotune.documents.deployment import ServedLoad
+from autotune.documents.table import Table, times
 from autotune.engines.engine_server import EngineServer
 from autotune.engines.served import Served
 from autotune.workloads.prompt import WorkloadPrompt
@@ -42,15 +42,15 @@ def measure_load(
     )
 
 
-def show_loads(loads: Sequence[ServedLoad], console: Console) -> None:
-    """Print a table of loads, whose first one is without speculation."""
+def loads_table(loads: Sequence[ServedLoad]) -> Table:
+    """A row for each load; the first one is without speculation."""
     rates = [load.tokens / load.seconds for load in loads]
     rows = [
         [
             load.label,
             f"{load.requests_at_once}",
             f"{rate:.1f}",
-            f"{rate / rates[0]:.2f}x",
+            times(rate / rates[0]),
             *("{:.0f}, {:.0f}".format(*ms) for ms in (load.first_token_ms, load.token_ms)),
             f"{load.identical}/{load.requests}",
         ]
@@ -58,4 +58,4 @@ def show_loads(loads: Sequence[ServedLoad], console: Console) -> None:
     ]
     title = f"{loads[0].requests} requests, prompts read in their time; median and 95th percentile of requests"
     columns = ["settings", "at once", "tokens/s", "of off", "first token, ms", "output token, ms", "plain's answer"]
-    console.table(title, columns, rows)
+    return Table(title, columns, rows)

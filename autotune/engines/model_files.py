@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotune.documents.draft_kinds import KINDS, refuse_dflash
 from autotune.documents.speculation import ModelType
@@ -17,16 +17,19 @@ from autotune.files import content_key, known_sha256_of, read_json, write_bytes
 from autotune.modeling.loading import resolve
 from autotune.modeling.weight_files import save_tensors
 
+if TYPE_CHECKING:
+    import torch
+
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "*.safetensors"
-COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
-"""Files of a checkpoint next to its config and weights."""
-NOT_OF_TEXT = (CONFIG, INDEX, "processor_config.json", "preprocessor_config.json")
-"""Files that a text model does not have, or that are rewritten."""
-SHARED_KEYS = ("dtype", "torch_dtype")
+COPIED = (".json", ".jinja", ".model", ".txt")
+"""Suffixes of a checkpoint's files next to its weights."""
+OF_IMAGES = ("processor_config.json", "preprocessor_config.json")
+"""Files that a text model does not have."""
+DTYPES = ("dtype", "torch_dtype")
 """Keys of a vision-language model's config that hold for its text model too."""
 TOWERS_RENAMED = ("clip_vision_model", "siglip_vision_model")
 VISION_PREFIX, VISION_MODEL_PREFIX = "vision_tower.", "vision_tower.vision_model."
-TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
+TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model.", "lm_head.": "lm_head."}
 """Prefixes of a text model's weights inside a vision-language model, with the prefix that it has alone."""
 
 FREQUENCIES = "token_frequencies"
@@ -59,7 +62,7 @@ class ModelFiles:
     @property
     def dtype(self) -> str:
         """The precision of the weights; ``auto`` where the config does not say."""
-        found = (config.get(key) for config in (self.config, self.text_config) for key in SHARED_KEYS)
+        found = (config.get(key) for config in (self.config, self.text_config) for key in DTYPES)
         return next((dtype for dtype in found if isinstance(dtype, str)), "auto")
 
     @property
@@ -67,6 +70,22 @@ class ModelFiles:
         """Whether positions have several axes (time, height, width)."""
         settings = (self.text_config.get("rope_parameters") or {}, self.text_config.get("rope_scaling") or {})
         return any(isinstance(setting, dict) and "mrope_section" in setting for setting in settings)
+
+    @property
+    def key(self) -> str:
+        """Hash of the weights and the config."""
+        return content_key([known_sha256_of(*sorted(self.folder.glob(WEIGHTS))), self.config])
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """All weights by name, mapped from their files."""
+        from safetensors.torch import load_file
+
+        return {name: tensor for path in self.folder.glob(WEIGHTS) for name, tensor in load_file(path).items()}
+
+    def companions(self, left_out: Sequence[str] = ()) -> list[Path]:
+        """Files beside the weights and the config: of the tokenizer, the processor and the chat template."""
+        others = [path for path in self.folder.iterdir() if path.name not in (CONFIG, INDEX, *left_out)]
+        return [path for path in others if path.suffix in COPIED]
 
 
 def find_model_files(name: str, *, local_only: bool = True, weights: bool = False) -> ModelFiles | None:
@@ -86,96 +105,60 @@ def find_model_files(name: str, *, local_only: bool = True, weights: bool = Fals
     return ModelFiles(folder, config) if isinstance(config, dict) else None
 
 
-def write_checkpoint(
-    source: ModelFiles,
-    folder: Path,
-    config: dict[str, Any],
-    rename: Callable[[str], str | None],
-    left_out: Sequence[str] = NOT_OF_TEXT,
-) -> Path:
-    """Write a checkpoint in a form that an engine loads, file by file, unless it is there.
-
-    Args:
-        rename: the new name of a weight; None leaves it out.
-
-    Returns:
-        ``folder``.
-    """
-    from safetensors import safe_open
-
-    if (folder / CONFIG).exists():
-        return folder
+def write_model(
+    folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor], companions: Sequence[Path] = ()
+) -> None:
+    """Write a checkpoint in a form that an engine loads. Its config is written last, and says that it is complete."""
     folder.mkdir(parents=True, exist_ok=True)
-    parts: dict[str, str] = {}  # file by weight
-    for path in sorted(source.folder.glob(WEIGHTS)):
-        with safe_open(path, "pt") as file:
-            names = {name: new for name in file.keys() if (new := rename(name)) is not None}  # noqa: SIM118
-            weights = {new: file.get_tensor(name) for name, new in names.items()}
-        if weights:
-            save_tensors(folder / path.name, weights, {"format": "pt"})
-            parts |= dict.fromkeys(weights, path.name)
-    if len(set(parts.values())) > 1:
-        write_bytes(folder / INDEX, json.dumps({"metadata": {}, "weight_map": parts}, indent=1).encode())
-    for path in (path for pattern in COPIED for path in source.folder.glob(pattern)):
-        if path.name not in left_out:
-            shutil.copyfile(path, folder / path.name)
+    save_tensors(folder / "model.safetensors", weights, {"format": "pt"})
+    for path in companions:
+        shutil.copyfile(path, folder / path.name)
     write_bytes(folder / CONFIG, (json.dumps(config, indent=1) + "\n").encode())
-    return folder
 
 
 def text_part(source: ModelFiles, folder: Path, name: str) -> Path:
-    """The folder of the text model of a vision-language model as a model of its own.
+    """Write the text model of a vision-language model as a model of its own below ``folder``, unless it is there.
 
     Raises:
-        UserError: the weights are not here, or transformers has no text model of this type.
+        UserError: there are no weights of a text model, or transformers has none of this type.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    text = source.text_config
+    text, folder = source.text_config, folder / source.key
+    if (folder / CONFIG).exists():
+        return folder
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(text.get("model_type")))
-    reason = None
-    if architecture is None:
-        reason = f"transformers has no text model of type {text.get('model_type')!r}"
-    elif not any(source.folder.glob(WEIGHTS)):
-        reason = "its weights are not on this machine"
-    if reason is not None:
+    weights = {new: weight for old, weight in source.weights().items() if (new := _text_name(old)) is not None}
+    if architecture is None or not weights:
         raise UserError(
-            f"{name}: the engine takes the text part of this draft, which cannot be written: {reason}; choose another draft"
+            f"{name}: vLLM takes the text part of this draft, and transformers has no text model of type "
+            f"{text.get('model_type')!r}, or the safetensors have no weights of it; choose another draft"
         )
-    shared = {key: source.config[key] for key in SHARED_KEYS if key in source.config}
-    is_tied = not any((_text_name(weight) or "").startswith("lm_head.") for weight in _weight_names(source))
+    shared = {key: source.config[key] for key in DTYPES if key in source.config}
+    is_tied = not any(weight.startswith("lm_head.") for weight in weights)
     config = {**shared, **text, "architectures": [architecture], "tie_word_embeddings": is_tied}
-    return write_checkpoint(source, folder, config, _text_name)
-
-
-def has_short_vision_names(model: ModelFiles) -> bool:
-    """Whether the weights of a CLIP or SigLIP tower have the names of transformers 5.20 and later,
-    ``vision_tower.encoder...``.
-    """
-    vision = model.config.get("vision_config")
-    if not isinstance(vision, dict) or vision.get("model_type") not in TOWERS_RENAMED:
-        return False
-    names = [name for name in _weight_names(model) if name.startswith(VISION_PREFIX)]
-    return bool(names) and not any(name.startswith(VISION_MODEL_PREFIX) for name in names)
+    write_model(folder, config, weights, source.companions(OF_IMAGES))
+    return folder
 
 
 def served_target(path: Path, folder: Path) -> Path:
-    """The folder of a target that vLLM loads: itself, or a copy below ``folder`` with the names of a vision tower
-    before transformers 5.20, ``vision_tower.vision_model...``.
+    """The folder of a target that vLLM loads: itself, or, for a CLIP or SigLIP tower with the names of transformers
+    5.20 and later, ``vision_tower.encoder...``, a copy below ``folder`` with the earlier ones,
+    ``vision_tower.vision_model...``.
     """
     files = find_model_files(str(path))
-    if files is None or not has_short_vision_names(files):
+    vision = files.config.get("vision_config") if files is not None else None
+    if files is None or not isinstance(vision, dict) or vision.get("model_type") not in TOWERS_RENAMED:
         return path
-
-    def rename(name: str) -> str:
-        return name.replace(VISION_PREFIX, VISION_MODEL_PREFIX, 1) if name.startswith(VISION_PREFIX) else name
-
-    return write_checkpoint(files, folder / _key(files), files.config, rename, left_out=(CONFIG, INDEX))
-
-
-def _key(model: ModelFiles) -> str:
-    """Hash of a model's weights and config."""
-    return content_key([known_sha256_of(*sorted(model.folder.glob(WEIGHTS))), model.config])
+    weights = files.weights()
+    names = [name for name in weights if name.startswith(VISION_PREFIX)]
+    if not names or any(name.startswith(VISION_MODEL_PREFIX) for name in names):
+        return path
+    if not (folder / files.key / CONFIG).exists():
+        for name in names:
+            weights[name.replace(VISION_PREFIX, VISION_MODEL_PREFIX, 1)] = weights.pop(name)
+        write_model(folder / files.key, files.config, weights, files.companions())
+    return folder / files.key
 
 
 def served_draft(name: str, target: str, folder: Path) -> tuple[ModelType, Path]:
@@ -206,36 +189,33 @@ def served_draft(name: str, target: str, folder: Path) -> tuple[ModelType, Path]
             f"--draft {name}: has M-RoPE positions, which vLLM's draft_model does not run; choose a draft without"
         )
     if "vision_config" in draft.config:
-        return "draft_model", text_part(draft, folder / _key(draft), name).resolve()
+        return "draft_model", text_part(draft, folder, name).resolve()
     return "draft_model", draft.folder.resolve()
 
 
 def _as_mimo(draft: ModelFiles, target: ModelFiles, folder: Path) -> Path:
     """The folder of a head in the form of MiMo's checkpoints, which is written unless it is there."""
     import torch
-    from safetensors.torch import load_file
 
-    config, source = target.text_config, draft.folder / "model.safetensors"
+    config = target.text_config
     if (kind := config.get("model_type")) not in ("llama", "qwen2"):
         raise UserError(
             f"--draft {draft.folder}: vLLM runs mtp heads of Llama and Qwen2 targets, not of {kind}; choose another draft"
         )
-    head = folder / content_key([known_sha256_of(source), config])
-    if (head / CONFIG).exists():
-        return head
-    tensors, size = load_file(source), config["hidden_size"]
-    tensors["eh_proj.weight"] = tensors["eh_proj.weight"].roll(size, 1)  # MiMo's reads the features first
-    biases = {
-        name.replace("weight", "bias"): torch.zeros_like(t[:, 0]) for name, t in tensors.items() if QUERY.search(name)
+    folder = folder / content_key([draft.key, config])
+    if (folder / CONFIG).exists():
+        return folder
+    tensors = {name: tensor for name, tensor in draft.weights().items() if name != FREQUENCIES}
+    tensors["eh_proj.weight"] = tensors["eh_proj.weight"].roll(config["hidden_size"], 1)  # MiMo's reads features first
+    for name in filter(QUERY.search, list(tensors)):
+        tensors[name.replace("weight", "bias")] = torch.zeros_like(tensors[name][:, 0])
+    weights = {
+        f"model.mtp_layers.0.{MIMO_NAMES.get(name, name.removeprefix('layer.'))}": tensor
+        for name, tensor in tensors.items()
     }
-    names = {old: f"model.mtp_layers.0.{MIMO_NAMES.get(old, old.removeprefix('layer.'))}" for old in (biases | tensors)}
-    head.mkdir(parents=True, exist_ok=True)
-    weights = {names[old]: tensor for old, tensor in (biases | tensors).items() if old != FREQUENCIES}
-    save_tensors(head / "model.safetensors", weights, {"format": "pt"})
-    own: dict[str, Any] = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 1}
-    own["num_nextn_predict_layers"] = 1
-    write_bytes(head / CONFIG, (json.dumps(config | own, indent=1) + "\n").encode())
-    return head
+    head = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 1}
+    write_model(folder, config | head | {"num_nextn_predict_layers": 1}, weights)
+    return folder
 
 
 def _text_name(name: str) -> str | None:
@@ -243,12 +223,4 @@ def _text_name(name: str) -> str | None:
     for prefix, replacement in TEXT_PREFIXES.items():
         if name.startswith(prefix):
             return replacement + name.removeprefix(prefix)
-    return name if name.startswith("lm_head.") else None
-
-
-def _weight_names(model: ModelFiles) -> Iterator[str]:
-    from safetensors import safe_open
-
-    for path in sorted(model.folder.glob(WEIGHTS)):
-        with safe_open(path, "np") as file:
-            yield from file.keys()
+    return None

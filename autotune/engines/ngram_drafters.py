@@ -1,5 +1,4 @@
-"""Drafts of engines' speculation: n-grams from tokens alone, and a draft model's from the rounds of a longer chain.
-Loads no torch.
+"""Drafts of engines' speculation by n-grams, from tokens alone. Loads no torch.
 
 Drafters follow the rules of llama-server b11434, with the state that it keeps from request to request, and of vLLM
 0.32.0. They are called as in llama-server: ``begin`` after a prompt is read, ``draft`` before a forward pass,
@@ -8,29 +7,16 @@ Drafters follow the rules of llama-server b11434, with the state that it keeps f
 
 from __future__ import annotations
 
-import functools
-import itertools
+import bisect
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-
-import numpy as np
+from collections import defaultdict
+from collections.abc import Sequence
 
 from autotune.engines.served import Served
 
 POOL_SLOTS, POOL_FACTOR = 1 << 22, 6364136223846793005
 POOL_CHUNK = 32  # tokens after which a request's new n-grams enter the pool
 POOR_DRAFTS = 5  # consecutive ones that empty the pool
-
-
-@dataclass
-class Grams:
-    """The n-grams of a request: a number for each start, the starts by number, and the start of the latest equal n-gram
-    that begins at least two tokens before, from token 1 on, or 0.
-    """
-
-    ids: list[int] = field(default_factory=list)
-    places: list[list[int]] = field(default_factory=list)
-    earlier: list[int] = field(default_factory=list)
 
 
 class KnownRequest:
@@ -44,44 +30,15 @@ class KnownRequest:
         self.answer = answer
         self.tokens = [*answer.prompt_tokens, *answer.tokens, *answer.beyond]
         self.prompt_length = len(answer.prompt_tokens)
-        self._grams: dict[int, Grams] = {}
-        self._hashes: dict[int, list[int]] = {}
+        self._places: dict[int, dict[tuple[int, ...], list[int]]] = {}
 
-    @functools.cached_property
-    def is_drafted(self) -> list[bool]:
-        """Whether a draft model proposes each token after those before it. A round shows it of its accepted tokens and
-        of the next one, unless all were accepted; then, and beyond the rounds, tokens count as proposed.
-        """
-        found, place = [True] * len(self.tokens), self.prompt_length
-        for drafted, accepted in self.answer.chain:
-            place += accepted + 1
-            if place < len(found):
-                found[place] = accepted == drafted
-        return found
-
-    def grams(self, n: int) -> Grams:
-        if n not in self._grams:
-            grams = self._grams[n] = Grams()
-            numbers: dict[tuple[int, ...], int] = {}
+    def places(self, n: int) -> dict[tuple[int, ...], list[int]]:
+        """The starts of every n-gram, in their order."""
+        if n not in self._places:
+            places = self._places[n] = defaultdict(list)
             for start in range(len(self.tokens) - n + 1):
-                number = numbers.setdefault(tuple(self.tokens[start : start + n]), len(numbers))
-                if number == len(grams.places):
-                    grams.places.append([])
-                before = next((at for at in reversed(grams.places[number][-3:]) if 0 < at < start - 1), 0)
-                grams.ids.append(number)
-                grams.places[number].append(start)
-                grams.earlier.append(before)
-        return self._grams[n]
-
-    def hashes(self, n: int) -> list[int]:
-        """Slots of the n-grams by start in the pool of ``ngram-mod``: polynomials of the tokens."""
-        if n not in self._hashes:
-            tokens, count = np.array(self.tokens, np.uint64), max(0, len(self.tokens) - n + 1)
-            values = np.zeros(count, np.uint64)
-            for k in range(n):  # wraps at 2^64, of which the number of slots is a divisor
-                values = values * np.uint64(POOL_FACTOR) + tokens[k : k + count]
-            self._hashes[n] = (values % np.uint64(POOL_SLOTS)).tolist()
-        return self._hashes[n]
+                places[tuple(self.tokens[start : start + n])].append(start)
+        return self._places[n]
 
 
 class Drafter(ABC):
@@ -110,11 +67,23 @@ class SimpleDrafter(Drafter):
         self.n, self.m = n, m
 
     def draft(self, request: KnownRequest, length: int) -> list[int]:
-        n, m = self.n, self.m
-        if length <= n + m + 1 or not (found := request.grams(n).earlier[length - n + 1]):
+        n, m, start = self.n, self.m, length - self.n + 1
+        if length <= n + m + 1:
             return []
-        first, count = found + n, min(m, length - found - n)
-        return request.tokens[first : first + count] if count >= n else []
+        places = request.places(n)[tuple(request.tokens[start : length + 1])]
+        before = bisect.bisect_left(places, start - 1)  # occurrences that begin two tokens earlier at least
+        if before == 0 or places[before - 1] == 0:  # the first token of a prompt begins no occurrence
+            return []
+        draft = request.tokens[places[before - 1] + n : length][:m]
+        return draft if len(draft) >= n else []
+
+
+def slot_of(gram: Sequence[int]) -> int:
+    """The slot of an n-gram in the pool of ``ngram-mod``: a polynomial of its tokens."""
+    value = 0
+    for token in gram:
+        value = value * POOL_FACTOR + token
+    return value % POOL_SLOTS  # a divisor of 2^64, at which the engine's own value wraps
 
 
 class ModDrafter(Drafter):
@@ -126,11 +95,10 @@ class ModDrafter(Drafter):
         self.n, self.n_min, self.n_max = n, n_min, n_max
         self.pool: dict[int, int] = {}
         self.poor = self.entered = self.drafted = 0
-        self.leading = pow(POOL_FACTOR, n - 1, POOL_SLOTS)
 
     def _enter(self, request: KnownRequest, end: int) -> None:
-        slots = request.hashes(self.n)[self.entered : end]
-        self.pool.update(zip(slots, request.tokens[self.entered + self.n :], strict=False))
+        for start in range(self.entered, end):
+            self.pool[slot_of(request.tokens[start : start + self.n])] = request.tokens[start + self.n]
         self.entered = end
 
     def begin(self, request: KnownRequest) -> None:
@@ -146,14 +114,12 @@ class ModDrafter(Drafter):
             return []
         if self.entered + POOL_CHUNK < length:
             self._enter(request, length - n)
-        start = length - n + 1
-        window, slot = request.tokens[start : start + n], request.hashes(n)[start]
-        while (drafted := len(window) - n) < self.n_max and (token := self.pool.get(slot)) is not None:
-            slot = ((slot - window[drafted] * self.leading) * POOL_FACTOR + token) % POOL_SLOTS
+        window = request.tokens[length - n + 1 : length + 1]
+        while len(window) - n < self.n_max and (token := self.pool.get(slot_of(window[-n:]))) is not None:
             window.append(token)
-        if drafted < min(self.n_min, self.n_max):
+        if len(window) - n < min(self.n_min, self.n_max):
             return []
-        self.drafted = drafted
+        self.drafted = len(window) - n
         return window[n:]
 
     def accept(self, accepted: int) -> None:
@@ -176,22 +142,8 @@ class LookupDrafter(Drafter):
 
     def draft(self, request: KnownRequest, length: int) -> list[int]:
         for n in range(min(self.longest, length), self.shortest - 1, -1):
-            grams, start = request.grams(n), length + 1 - n
-            if (first := grams.places[grams.ids[start]][0]) < start:
+            start = length + 1 - n
+            first = request.places(n)[tuple(request.tokens[start : length + 1])][0]
+            if first < start:
                 return request.tokens[first + n : min(first + n + self.most, length + 1)]
         return []
-
-
-class ChainDrafter(Drafter):
-    """A draft model: k tokens, which are those of the answer up to the first that the model does not propose, then -1.
-    Exact where a draft depends on the text alone; a head that reads states proposes a token less often at the end of a
-    long chain.
-    """
-
-    def __init__(self, k: int, *, ends_with_answer: bool) -> None:
-        self.k, self.ends_with_answer = k, ends_with_answer
-
-    def draft(self, request: KnownRequest, length: int) -> list[int]:
-        places = range(length + 1, min(length + 1 + self.k, len(request.tokens)))
-        right = list(itertools.takewhile(request.is_drafted.__getitem__, places))
-        return [*(request.tokens[place] for place in right), *[-1] * (self.k - len(right))]

@@ -17,7 +17,7 @@ from autotune.console import Update
 from autotune.documents.deployment import PricedStep
 from autotune.engines.backend import Prices
 from autotune.engines.engine_server import EngineServer
-from autotune.engines.replay import CONTEXT_STEP, EngineSteps, RequestReplay
+from autotune.engines.replay import CONTEXT_STEP, ChainSteps, EngineSteps, RequestReplay
 from autotune.engines.served import Served
 from autotune.errors import UserError
 from autotune.trees.limits import Floats
@@ -28,6 +28,10 @@ REPEATS = 3
 CPU_RATIO = 4  # of CPU times of the longest verification and of a plain pass, above which the CPU computes them
 MISFIT = 0.05  # of a request's time to its price, beyond which it counts less
 FEWEST = 3  # verifications of a request, and such requests, that refit prices
+ALONE = {"step": 1.0, "verification": 1.0, "plain": 1.0}
+"""Times in served requests over those alone, of passes over one token, of verifications, and of the former in an engine
+that runs another loop without speculation.
+"""
 Pairs = Sequence[tuple[Served, RequestReplay]]
 
 
@@ -76,15 +80,8 @@ class EnginePrices(Prices):
 
     priced: Sequence[PricedStep]
     left_out: Mapping[str, str] = field(default_factory=dict)
-    factor: float = 1.0
-    """Multiplies the prices of passes that verify a draft (``served_prices``)."""
-    step_factor: float = 1.0
-    """Multiplies the prices of passes over one token."""
-    plain_factor: float = 1.0
-    """Multiplies those too without speculation, where the engine runs another loop then."""
-    draft_ms: tuple[float, float] = (0.0, 0.0)
-    """Added by a draft model to a verification, and for each draft token."""
-    _known: dict[tuple[int, int], float] = field(init=False, default_factory=dict)
+    factors: Mapping[str, float] = field(default_factory=lambda: dict(ALONE))
+    """See ``ALONE``."""
 
     @functools.cached_property
     def clock(self) -> Clock:
@@ -95,20 +92,6 @@ class EnginePrices(Prices):
         )
         return "cpu" if most > CPU_RATIO * least > 0 else "wall"
 
-    @property
-    def factors(self) -> Mapping[str, float]:  # type: ignore[override]
-        names = ("verification", "step", "plain", "draft_round_ms", "draft_token_ms")
-        return dict(zip(names, (self.factor, self.step_factor, self.plain_factor, *self.draft_ms), strict=True))
-
-    def pass_ms(self, tokens: int, context: float) -> float:
-        """Beyond the longest verification that was priced, on the line through it and the last but two."""
-        at_contexts = list[float]()
-        for numbers, times in self._measured.values():
-            slope = (times[-1] - times[-3:][0]) / max(1, numbers[-1] - numbers[-3:][0])
-            at_contexts.append(np.interp(tokens, numbers, times) + slope * max(0, tokens - numbers[-1]))
-        ms = float(np.interp(context, list(self._measured), at_contexts))
-        return ms * (self.factor if tokens > 1 else self.step_factor)
-
     @functools.cached_property
     def _measured(self) -> dict[int, Floats]:
         """Numbers of tokens, in their order, and median times, by context."""
@@ -118,44 +101,43 @@ class EnginePrices(Prices):
             rows[step.context].append((step.tokens, float(np.median(ms))))
         return {context: np.array(row).T for context, row in rows.items()}
 
-    def parts_ms(self, request: RequestReplay, *, has_model: bool = False) -> tuple[float, float]:
-        """The time of a request's plain passes, and that of its verifications with a draft model's time."""
-        plain, verifying = 0.0, 0.0
-        for (tokens, unit), number in request.passes.items():
-            if (tokens, unit) not in self._known:
-                self._known[tokens, unit] = self.pass_ms(tokens, (unit + 0.5) * CONTEXT_STEP)
-            ms = number * self._known[tokens, unit]
-            plain, verifying = (plain + ms, verifying) if tokens == 1 else (plain, verifying + ms)
-        if has_model:
-            rounds, drafted, _ = request.counts
-            verifying += rounds * self.draft_ms[0] + drafted * self.draft_ms[1]
-        return plain, verifying
+    def pass_ms(self, tokens: int, context: float) -> float:
+        """The time of a pass alone; of the longest one that was priced for more tokens."""
+        at_contexts = [np.interp(tokens, numbers, times) for numbers, times in self._measured.values()]
+        return float(np.interp(context, list(self._measured), at_contexts))
 
-    def ms(self, steps: EngineSteps) -> Floats:
-        """See ``Prices.ms``. A token of a request without passes takes the mean time of the others' tokens."""
-        has_model = bool(steps.speculation and steps.speculation.model)
-        factor = 1.0 if steps.speculation else self.plain_factor
-        is_known = np.array([one.num_tokens > 0 for one in steps.requests])
-        parts = [sum(self.parts_ms(one, has_model=has_model)) / max(1, one.num_tokens) for one in steps.requests]
-        per_token = np.array(parts)
-        per_token[~is_known] = per_token[is_known].mean()
-        return factor * per_token * np.array(steps.new_tokens)
+    def parts_ms(self, request: RequestReplay) -> tuple[float, float]:
+        """The times of a request's passes over one token, and of its verifications, as they take alone."""
+        ms = defaultdict[bool, float](float)
+        for (tokens, unit), number in request.passes.items():
+            ms[tokens > 1] += number * self.pass_ms(tokens, (unit + 0.5) * CONTEXT_STEP)
+        return ms[False], ms[True]
+
+    def request_ms(self, request: RequestReplay) -> float:
+        """The time of a request in a server that speculates."""
+        plain, verifying = self.parts_ms(request)
+        return self.factors["step"] * plain + self.factors["verification"] * verifying
+
+    def ms(self, steps: EngineSteps | ChainSteps) -> Floats:
+        """See ``Prices.ms``. A token of a prompt that a chain did not decode takes the mean time of the others'."""
+        new_tokens = np.array(steps.new_tokens)
+        if isinstance(steps, ChainSteps):
+            rates = [self.time_of(answer) / max(1, len(answer.tokens) - 1) for answer in steps.answers]
+            missing = len(new_tokens) - len(rates)
+            return np.array(rates + [float(np.mean(rates))] * missing) * new_tokens
+        factor = self.factors["plain"] if steps.speculation is None else 1.0
+        return factor * np.array([self.request_ms(request) for request in steps.requests])
 
     def time_of(self, answer: Served) -> float:
         """The time of an answer on the prices' clock."""
         return answer.decode_ms if self.clock == "wall" else answer.cpu_ms
 
-    def text(self, *, has_one_loop: bool) -> str:
+    def text(self) -> str:
         """The prices in one line, in plain steps."""
         context = float(np.median([step.context for step in self.priced]))
-        most = max(step.tokens for step in self.priced)
-        step_ms = self.pass_ms(1, context)
-        shown = [f"{n}: {self.pass_ms(n, context) / step_ms:.1f}" for n in (2, 4, 8, 16, most)]
-        plain = "" if has_one_loop else f"; a step without speculation {self.plain_factor:.2f}"
-        return (
-            f"a verification of n tokens takes, in plain steps, {', '.join(shown)} ({self.clock} time; verifications take "
-            f"{self.factor:.2f} times what they take alone, steps {self.step_factor:.2f}){plain}"
-        )
+        shown = [f"{n}: {self.pass_ms(n, context) / self.pass_ms(1, context):.1f}" for n in (2, 4, 8, 16)]
+        factors = ", ".join(f"{name} {factor:.2f}" for name, factor in self.factors.items())
+        return f"a verification of n tokens takes, in plain steps, {', '.join(shown)} ({self.clock} time; {factors})"
 
 
 def served_prices(prices: EnginePrices, plain: Pairs, served: Pairs, *, has_one_loop: bool) -> EnginePrices:
@@ -170,25 +152,12 @@ def served_prices(prices: EnginePrices, plain: Pairs, served: Pairs, *, has_one_
         for pairs in (plain, served)
     )
     alone = float(np.median([ms / priced for priced, _, ms in off]))
-    step = factor = alone if has_one_loop else 1.0
+    step = verification = alone if has_one_loop else 1.0
     if sum(len(replayed.drafts) >= FEWEST for _, replayed in served) >= FEWEST:
         rows = np.array([*drafting, *(off if has_one_loop else ())])
         misfit = lambda factors: rows[:, :2] @ factors / rows[:, 2] - 1  # noqa: E731
-        step, factor = least_squares(misfit, [1.0, 1.0], bounds=(0.5, 3.0), loss="soft_l1", f_scale=MISFIT).x.tolist()
-    return replace(prices, factor=factor, step_factor=step, plain_factor=1.0 if has_one_loop else alone / step)
-
-
-def with_draft(prices: EnginePrices, served: Sequence[Pairs]) -> EnginePrices:
-    """The prices with the time of a draft model, by requests of two servers that drafted other numbers of tokens: what
-    a round takes beside its verification (medians over requests) is linear in the draft tokens.
-    """
-    points = []
-    for pairs in served:
-        drafting = [(prices.time_of(one) - sum(prices.parts_ms(found)), found.counts) for one, found in pairs]
-        if not (drafting := [(ms, counts) for ms, counts in drafting if counts[0]]):
-            return prices
-        rounds = np.median([ms / counts[0] for ms, counts in drafting])
-        points.append((drafting[0][1][1] / drafting[0][1][0], float(rounds)))
-    (short, short_ms), (long, long_ms) = sorted(points)
-    token_ms = max(0.0, (long_ms - short_ms) / (long - short))
-    return replace(prices, draft_ms=(max(0.0, short_ms - short * token_ms), token_ms))
+        step, verification = least_squares(
+            misfit, [1.0, 1.0], bounds=(0.5, 3.0), loss="soft_l1", f_scale=MISFIT
+        ).x.tolist()
+    plain_factor = 1.0 if has_one_loop else alone / step
+    return replace(prices, factors={"step": step, "verification": verification, "plain": plain_factor})

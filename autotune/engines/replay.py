@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from autotune.documents.speculation import ModelType, Speculation
-from autotune.engines.ngram_drafters import (
-    ChainDrafter,
-    Drafter,
-    KnownRequest,
-    LookupDrafter,
-    ModDrafter,
-    SimpleDrafter,
-)
+from autotune.documents.speculation import Speculation
+from autotune.engines.ngram_drafters import Drafter, KnownRequest, LookupDrafter, ModDrafter, SimpleDrafter
 from autotune.engines.served import Served
 from autotune.engines.suffix_drafter import SuffixDrafter
 from autotune.workloads.prompt import WorkloadPrompt
@@ -27,7 +19,6 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "ngram-mod": ModDrafter,
     "ngram": LookupDrafter,
     "suffix": SuffixDrafter,
-    **{one: functools.partial(ChainDrafter, ends_with_answer=one.startswith("draft-")) for one in get_args(ModelType)},
 }
 KEEPS_STATE = ("ngram-mod", "suffix")
 """Types whose drafts follow from earlier requests too."""
@@ -40,7 +31,7 @@ def new_drafter(speculation: Speculation) -> Drafter:
 
 @dataclass(frozen=True)
 class EngineRecorded:
-    """Plain answers, with what a draft model's chains are replayed and priced from."""
+    """Plain answers, and those of servers with a draft model."""
 
     prompts: Sequence[WorkloadPrompt]
     answers: Sequence[Served]
@@ -48,19 +39,13 @@ class EngineRecorded:
     """The longest answers, asked again, for times of today."""
     context: int
     """Most tokens of a request."""
-    chain: Sequence[Served] = ()
-    """Answers of a server with the longest chain of a draft model."""
-    chain_times: tuple[Sequence[Served], Sequence[Served]] = ((), ())
-    """Answers of today to the longest prompts, with the shortest chain and with the longest."""
+    chains: Mapping[str, Sequence[Served]] = field(default_factory=dict)
+    """Answers of a server with each chain of a draft model, by its key; to the first prompts, where time was short."""
 
     @functools.cached_property
     def known(self) -> list[KnownRequest]:
         """The requests of the plain answers."""
         return [KnownRequest(answer) for answer in self.answers]
-
-    @functools.cached_property
-    def known_chain(self) -> list[KnownRequest]:
-        return [KnownRequest(answer) for answer in self.chain]
 
 
 @dataclass(frozen=True)
@@ -88,16 +73,29 @@ class EngineSteps:
     speculation: Speculation | None
     requests: Sequence[RequestReplay]
     new_tokens: Sequence[int]
-    """Tokens of the plain answers after the first; those of a replayed chain may be others."""
+    """Tokens of the plain answers after the first."""
 
     @property
     def counts(self) -> list[tuple[int, int, int]]:
         return [request.counts for request in self.requests]
 
 
+@dataclass(frozen=True)
+class ChainSteps:
+    """The answers of a server with a draft model, which stand for themselves."""
+
+    answers: Sequence[Served]
+    new_tokens: Sequence[int]
+    """Tokens of all plain answers after the first."""
+
+    @property
+    def counts(self) -> list[tuple[int, int, int]]:
+        return [answer.counts for answer in self.answers]
+
+
 def replay_request(drafter: Drafter | None, request: KnownRequest, context: int) -> RequestReplay:
     """Replay one request, and leave the drafter in the state that the server has after it; None reads a token in every
-    pass. A chain cannot be replayed without the rounds of the longest one: it has no passes then.
+    pass.
 
     Args:
         context: most tokens of a request, to which a draft is cut.
@@ -105,8 +103,6 @@ def replay_request(drafter: Drafter | None, request: KnownRequest, context: int)
     answer, tokens = request.answer, request.tokens
     drafts, passes = [], Counter[tuple[int, int]]()
     length, ends = request.prompt_length, drafter is not None and drafter.ends_with_answer
-    if isinstance(drafter, ChainDrafter) and answer.lacks_rounds:
-        return RequestReplay([], passes, 0)
     if drafter is not None:
         drafter.begin(request)
     end = length + len(answer.tokens) - 1

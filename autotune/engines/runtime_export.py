@@ -30,9 +30,8 @@ def vllm_command(profile: DecodingProfile, console: Console, *, draft_tokens: in
     """
     target, draft, tree = profile.target.id, profile.point.draft, profile.point.tree
     if draft is None or draft.kind in TOKEN_DRAFTS:
-        reason = "without a draft" if draft is None else f"with {draft.kind}"
         raise UserError(
-            f"the profile of {target} decodes {reason}, so there is no draft model to export; tune vLLM's own speculation by autotune "
+            f"the profile of {target} decodes without a draft model, so there is nothing to export; tune vLLM's own speculation by autotune "
             "search --backend vllm"
         )
     depth = tree.depth if draft_tokens is None and isinstance(tree, ChainPolicy) else draft_tokens

@@ -14,8 +14,8 @@ from autotune.workloads.prompt import WorkloadPrompt
 
 
 class Served(Decoded):
-    """A greedy answer of a server to a prompt. ``rounds`` are verifications of drafts; ``accepted_lengths`` has each of
-    them in a server with a draft model that tells them, and else their sum.
+    """A greedy answer of a server to a prompt. ``rounds`` are verifications of drafts, and ``accepted_lengths`` has the
+    sum of what they accepted.
     """
 
     arm: str = ""
@@ -29,8 +29,6 @@ class Served(Decoded):
     """Whether the last token ends the generation."""
     beyond: list[Natural] = Field(default_factory=list)
     """Tokens that greedy decoding gives after the end, of an engine whose drafts reach there."""
-    drafted_lengths: list[Natural] = Field(default_factory=list)
-    """Draft tokens of each verification, in a server whose draft model drafts before each pass."""
 
     @classmethod
     def of(cls, prompt_tokens: list[int], tokens: list[int], limit: int, **fields: Any) -> Served:
@@ -47,29 +45,16 @@ class Served(Decoded):
         return self
 
     @property
-    def lacks_rounds(self) -> bool:
-        """Whether only the sums of the verifications are known."""
-        return self.rounds > 0 and not self.drafted_lengths
-
-    @property
-    def chain(self) -> list[tuple[int, int]]:
-        """Draft tokens and accepted ones of each verification, in a server with a draft model; else empty."""
-        return list(zip(self.drafted_lengths, self.accepted_lengths, strict=False))
-
-    @property
     def counts(self) -> tuple[int, int, int]:
         """Verifications, draft tokens and accepted ones."""
         return self.rounds, self.verified_nodes, self.accepted_tokens
 
 
-def require_served(prompts: Sequence[WorkloadPrompt], engine: str, *, reads_images: bool) -> None:
+def require_served(prompts: Sequence[WorkloadPrompt], *, reads_images: bool) -> None:
     """Refuse prompts that an engine is not tuned for: it decodes at temperature 0, and may read no images."""
     for prompt in prompts:
-        if prompt.videos:
-            raise UserError(f"{prompt.name}: has a video, and engines are tuned on text and images; leave it out")
-        if prompt.images and not reads_images:
-            raise UserError(
-                f"{prompt.name}: has an image, and {engine} is tuned on text; leave such prompts out, or tune vllm"
-            )
+        if prompt.videos or (prompt.images and not reads_images):
+            kind = "a video" if prompt.videos else "an image"
+            raise UserError(f"{prompt.name}: has {kind}; llama.cpp is tuned on text, and vllm on text and images")
         if prompt.settings.temperature > 0:
             raise UserError(f"{prompt.name}: engines are tuned at temperature 0; set the prompt's temperature to 0")

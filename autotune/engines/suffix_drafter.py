@@ -56,8 +56,8 @@ class SuffixDrafter(Drafter):
     def draft(self, request: KnownRequest, length: int) -> list[int]:
         self.length, self.accepted = length, 0
         self._keep(length + 1)
-        text, grams = request.tokens[: length + 1], request.grams(1)
-        places = grams.places[grams.ids[length]]
+        text = request.tokens[: length + 1]
+        places = request.places(1)[text[-1],]
         context, read = text[-self.depth :], places[: bisect.bisect_right(places, length)]
         own = self._best(text, context, [place + 1 for place in read])
         other = self._best(self.answers, context, self.ends[text[-1]])

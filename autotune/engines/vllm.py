@@ -16,7 +16,7 @@ from typing import Any
 from autotune.documents.provenance import ModelReference
 from autotune.documents.speculation import OPTIONS, ModelType, Speculation
 from autotune.engines.engine import EngineBackend
-from autotune.engines.engine_server import TEXT, TOKENS, EngineServer, text_chat
+from autotune.engines.engine_server import NATURAL, TEXT, TOKENS, EngineServer, text_chat
 from autotune.engines.model_files import find_model_files, served_draft, served_target
 from autotune.engines.served import Served
 from autotune.errors import UserError
@@ -33,7 +33,6 @@ PRICED_BY = Speculation(
 )
 FIRST_TEXT_TOKEN = 300  # of most vocabularies; smaller ones may control the chat
 BLOCK = 16  # tokens: blocks of the prefix cache have a multiple of it
-ATTEMPTS = 3  # at an answer whose rounds are to be told
 SETTLING_S = 10.0  # longest time after an answer until the engine has counted it
 SPACE: dict[str, Sequence[tuple[float, ...]]] = {
     "ngram": [
@@ -97,18 +96,15 @@ class VllmServer(EngineServer):
 
     priced_by = "{} '{}'".format(*vllm_arguments(PRICED_BY))
     longest = int(PRICED_BY.options["num_speculative_tokens"]) + 1
+    reads_images = True
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
         if "vllm:" not in self.read("/metrics", advice="it exposes no metrics").decode(errors="replace"):
             raise UserError(f"{url}: its metrics are not vLLM's; give the address of a vLLM")
-        version, models = self.read_json("/version"), self.read_json("/v1/models")
-        with self.reply_of("/version"):
-            self.build = TEXT.validate_python(version["version"], strict=True)
-        with self.reply_of("/v1/models"):
-            self.model = TEXT.validate_python(models["data"][0]["id"], strict=True)
-            (self.context,) = TOKENS.validate_python([models["data"][0]["max_model_len"]], strict=True)
-        self.alias = self.model
+        self.build = self.value("/version", TEXT, "version")
+        self.alias = self.value("/v1/models", TEXT, "data", 0, "id")
+        self.context = self.value("/v1/models", NATURAL, "data", 0, "max_model_len")
 
     @property
     def keeps_answers(self) -> bool:
@@ -116,25 +112,15 @@ class VllmServer(EngineServer):
         return self.speculation is not None and self.speculation.type == "suffix"
 
     def prompt_tokens(self, prompt: WorkloadPrompt) -> list[int]:
-        request = {"model": self.model, **chat_request(prompt)}
-        with self.reply_of("/tokenize"):
-            tokens = self.read_json("/tokenize", request, "check its chat template")["tokens"]
-            return TOKENS.validate_python(tokens, strict=True)
+        request = {"model": self.alias, **chat_request(prompt)}
+        return self.value("/tokenize", TOKENS, "tokens", body=request, advice="check its chat template")
 
     def answer(self, tokens: list[int], limit: int, prompt: WorkloadPrompt | None = None) -> Served:
-        """After a request that only reads the prompt, unless the server drafts from its earlier answers.
-
-        With a draft model every part of the reply is a round. Where the server falls behind, it sends several rounds as
-        one part: the request is repeated, and has the sums of the counters alone if this does not help.
-        """
+        """After a request that only reads the prompt, unless the server drafts from its earlier answers."""
         request = request_of(tokens, prompt)
         if not self.keeps_answers:
             self._counted(tokens, 1, request)
-        for _ in range(ATTEMPTS):
-            answer = self._counted(tokens, limit, request)
-            if not (self.has_draft and answer.lacks_rounds):
-                break
-        return answer
+        return self._counted(tokens, limit, request)
 
     def continuation(self, answer: Served, prompt: WorkloadPrompt | None = None) -> list[int]:
         """vLLM verifies, and counts, the part of a draft that lies beyond the end. A chat is answered again, as its
@@ -142,7 +128,7 @@ class VllmServer(EngineServer):
         """
         tokens, known = answer.prompt_tokens, answer.tokens
         room = min(self.longest - 1, self.context - len(tokens) - len(known) - 1)
-        if self.has_draft or self.keeps_answers or room <= 0:
+        if self.keeps_answers or room <= 0:
             return []
         if prompt is None or not prompt.images:
             return self._counted([*tokens, *known], room, ignore_eos=True).tokens
@@ -163,7 +149,6 @@ class VllmServer(EngineServer):
         found = list(itertools.chain(*parts))
         cpu_ms = max(0.0, self.cpu_ms() - cpu_ms)
         rounds, drafted, accepted = self._counts_since(before, len(found))
-        has_rounds = self.has_draft and len(parts) - 1 == rounds > 0
         with self.reply_of(COMPLETIONS):
             spent = seconds[-1] - seconds[0]
             return Served.of(
@@ -172,8 +157,7 @@ class VllmServer(EngineServer):
                 limit,
                 is_ended=is_ended,
                 rounds=rounds,
-                drafted_lengths=[drafted // rounds] * rounds if has_rounds else [],
-                accepted_lengths=[len(part) - 1 for part in parts[1:]] if has_rounds else [accepted] if rounds else [],
+                accepted_lengths=[accepted] if rounds else [],
                 verified_nodes=drafted,
                 decode_ms=1e3 * spent,
                 cpu_ms=cpu_ms * spent / seconds[-1],
@@ -202,7 +186,7 @@ class VllmServer(EngineServer):
         generation.
         """
         path = COMPLETIONS if "prompt" in request else CHAT
-        body = {"model": self.model, "max_tokens": limit, "temperature": 0.0, "return_token_ids": True}
+        body = {"model": self.alias, "max_tokens": limit, "temperature": 0.0, "return_token_ids": True}
         body |= request | options
         if len(tokens) % BLOCK == 1:  # with all blocks in the cache, vLLM would pad the first pass with drafts
             body["cache_salt"] = os.urandom(8).hex()
@@ -222,9 +206,7 @@ class VllmServer(EngineServer):
         return list(itertools.chain(*parts)), seconds
 
     def text(self, tokens: Sequence[int]) -> str:
-        with self.reply_of("/detokenize"):
-            reply = self.read_json("/detokenize", {"model": self.model, "tokens": list(tokens)})
-            return TEXT.validate_python(reply["prompt"], strict=True)
+        return self.value("/detokenize", TEXT, "prompt", body={"model": self.alias, "tokens": list(tokens)})
 
 
 class VllmBackend(EngineBackend):
@@ -232,14 +214,12 @@ class VllmBackend(EngineBackend):
 
     name = "vllm"
     program = "vllm"
-    built = Path("vllm") / "bin" / program
     install = "install vLLM (pip install vllm)"
     models = "a folder with config.json, or an id of the Hugging Face hub"
     server = VllmServer
     own_arguments = ("--model", "--served-model-name", "--host", "--port", "-sc")
     tested = (PRICED_BY, Speculation(type="suffix", options=OPTIONS["suffix"]))
     space = SPACE
-    reads_images = True
     tolerated_mismatches = 0.1  # tokens beyond an answer's end are rounded otherwise when asked for
     has_one_loop = False  # it schedules a pass while the last one runs, unless it speculates by n-grams or suffixes
     pause_s = 1.2
@@ -259,17 +239,12 @@ class VllmBackend(EngineBackend):
     def find_draft(cls, draft: str, target: str) -> tuple[ModelType, Path]:
         return served_draft(draft, target, CONVERTED)
 
-    def find_precision(self) -> str:
+    def read_model(self) -> str:
         """``--dtype``, or the checkpoint's own."""
         given = [after for word, after in itertools.pairwise([*self.arguments, ""]) if word == "--dtype"]
         given += [word.removeprefix("--dtype=") for word in self.arguments if word.startswith("--dtype=")]
         files = find_model_files(self.target)
         return [*given, files.dtype if files else "auto"][0]
-
-    def missing_types(self) -> Sequence[str]:
-        """``suffix`` needs the package arctic-inference beside vLLM."""
-        packages = self.executable.parents[1].glob("lib/python*/*-packages/arctic_inference")
-        return [] if any(packages) else ["suffix"]
 
     def words(self, speculation: Speculation | None) -> list[str]:
         """With the checkpoint's precision, as vLLM would serve float32 in another one."""

@@ -5,6 +5,7 @@ race in real servers. Loads no torch.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from autotune.console import Console
-from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import AR, DecodingProfile, Evidence, OperatingPoint, WorkloadReference
 from autotune.documents.deployment import EngineEvidence, PredictedSettings
 from autotune.documents.provenance import stamp
-from autotune.engines.backend import Backend, BackendSettings, Prices
+from autotune.documents.speculation import Speculation
+from autotune.documents.table import Table, times
+from autotune.engines.backend import Backend, Prices
 from autotune.errors import UserError
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.race import Fastest, Race, Rule, TimeLimit, race
@@ -25,16 +27,27 @@ from autotune.evaluation.summary import bootstrap_ratio
 from autotune.machine.container import num_cores
 from autotune.machine.device import cpu_fingerprint
 from autotune.search import thresholds
+from autotune.search.backends import named_arm
 from autotune.search.evidence import Evaluation, print_evaluation
-from autotune.workloads.workload import Workload
+from autotune.search.settings import SearchSettings
+from autotune.study.storage import RUNS
+from autotune.workloads.workload import Workload, WorkloadSplit
 
-SHOWN = 3  # fastest configurations of a type, and of all
+SHOWN = 3  # fastest configurations on the console
+FINALISTS = Fastest(risk=thresholds.RISK, prompts_per_block=thresholds.HELD_OUT_PROMPTS, always=[AR])
+EVALUATION = Fastest(
+    risk=thresholds.RISK,
+    tolerance=thresholds.PROCESS_DIFFERENCE,
+    prompts_per_block=thresholds.KEPT_PROMPTS[0][0],
+    ends=lambda leaders: AR not in leaders or len(leaders) == 1,
+)
+"""Ends when plain decoding is slower than another arm, or is the only one that is left."""
 
 
 class RankedConfiguration(NamedTuple):
     """A configuration with its speedup over plain decoding by replay and prices."""
 
-    configuration: BackendSettings
+    configuration: Speculation
     predicted: PredictedSettings
     counts: Sequence[tuple[int, int, int]]
     """Predicted verifications, draft tokens and accepted ones, by prompt."""
@@ -46,207 +59,201 @@ class RankedConfiguration(NamedTuple):
     @property
     def title(self) -> str:
         """The label, marked where the settings are the default of their type."""
-        return f"{self.name}{', default' if self.predicted.is_default else ''}"
+        return f"{self.name}, default" if self.predicted.is_default else self.name
+
+
+def engine_prompts(settings: SearchSettings, split: WorkloadSplit) -> Workload:
+    """The prompts that engines are given: first turns, because later ones follow a target's answers."""
+    return settings.load_prompts(split).first_turns().cut(thresholds.ENGINE_PROMPTS[split])
+
+
+def tune_engine(
+    backend: Backend, settings: SearchSettings, budget_s: float, folder: Path, console: Console
+) -> DecodingProfile:
+    """The profile of an engine.
+
+    Args:
+        budget_s: time for its tuning, in seconds.
+        folder: of the study, whose ledger keeps the real runs.
+
+    Raises:
+        UserError: the engine cannot be used; what was recorded is kept.
+    """
+    begun = time.monotonic()
+    ends = {stage: begun + share * budget_s for stage, share in thresholds.ENGINE_ENDS.items()}
+    tune, held_out = engine_prompts(settings, "tune"), engine_prompts(settings, "evaluate")
+    recorded = backend.record(tune.prompts, ends["answers"])
+    tune = tune.cut(len(recorded.answers))
+    prices = backend.price(recorded, ends["prices"])
+    ranked = rank(backend, recorded, prices, console)
+    chosen = ranked[0] if ranked[0].predicted.speedup > 1.0 else None
+    engine = EngineEvidence(
+        num_replayed=Counter(one.predicted.type for one in ranked),
+        predicted=[one.predicted for one in ranked],
+        prices=list(prices.priced),
+        factors=dict(prices.factors),
+        left_out=dict(prices.left_out),
+    )
+    evidence, measured = Evidence(engine=engine), None
+    if not backend.is_fixed:
+        races = EngineRaces(backend, folder / RUNS, console, settings.seed)
+        finalists = finalists_of(ranked)
+        raced = races.race("finalists, measured", finalists, tune, FINALISTS, ends["finalists"])
+        as_predicted = counts_as_predicted(finalists, raced)
+        console.show(finalists_table(finalists, raced, as_predicted))
+        arms = {name: finalists[name] for name in dict.fromkeys([next(iter(finalists)), raced.remaining[0]])}
+        evaluation, chosen = evaluate(races, arms, held_out, begun + budget_s)
+        configurations = [None, *(arms[name].configuration for name in reversed(arms))]
+        loads = [load for size in settings.requests_at_once for load in backend.loads(configurations, recorded, size)]
+        engine = engine.model_copy(update={"loads": loads, "as_predicted": as_predicted})
+        decoded = AR if chosen is None else chosen.name
+        evidence, measured = Evidence(engine=engine, **evaluation.evidence(decoded)), evaluation.measured(decoded)
+    deployment = backend.deploy(None if chosen is None else chosen.configuration)
+    return DecodingProfile(
+        provenance=stamp(),
+        target=backend.model,
+        workload=WorkloadReference(
+            name=tune.name,
+            tune_sha256=tune.sha256,
+            evaluate_sha256=held_out.sha256,
+            num_tune_prompts=len(tune.prompts),
+            num_evaluate_prompts=len(held_out.prompts),
+            max_new_tokens=settings.max_new_tokens,
+            temperature=settings.temperature,
+        ),
+        hardware=cpu_fingerprint(num_cores()),
+        backend=backend.name,
+        precision=backend.precision,
+        point=OperatingPoint(draft=None, tree=None, deployment=deployment, predicted=None, measured=measured),
+        evidence=evidence,
+    )
+
+
+def rank(backend: Backend, recorded: Any, prices: Prices, console: Console) -> list[RankedConfiguration]:
+    """All configurations by predicted time, the fastest first; shows the fastest and the best default."""
+    ranked = list[RankedConfiguration]()
+    plain_ms = prices.ms(backend.replay(None, recorded))
+    configurations = [c for c in backend.configurations() if c.type not in prices.left_out]
+    if not configurations:
+        raise UserError(f"{backend.name}: no speculation is left to tune; see the lines above")
+    with console.stage(f"replay of {len(configurations)} configurations", len(configurations)) as update:
+        for number, configuration in enumerate(configurations, start=1):
+            steps = backend.replay(configuration, recorded)
+            ms = prices.ms(steps)
+            predicted = PredictedSettings(
+                label=configuration.label,
+                type=configuration.type,
+                is_default=configuration.is_default,
+                speedup=float(plain_ms.sum() / ms.sum()),
+                ci95=bootstrap_ratio(plain_ms, ms),
+            )
+            ranked.append(RankedConfiguration(configuration, predicted, steps.counts))
+            update(number, len(configurations))
+    ranked.sort(key=lambda one: -one.predicted.speedup)
+    shown = {one.title: one.predicted for one in [*ranked[:SHOWN], best_default(ranked)]}
+    rows = [[title, times(one.speedup), "{:.2f} to {:.2f}".format(*one.ci95)] for title, one in shown.items()]
+    console.show(Table("Predicted on the tuning prompts", ["configuration", "speedup", "95 %"], rows))
+    return ranked
+
+
+def best_default(ranked: Sequence[RankedConfiguration]) -> RankedConfiguration:
+    """The fastest of the types' defaults by prediction."""
+    return next(one for one in ranked if one.predicted.is_default)
+
+
+def finalists_of(ranked: Sequence[RankedConfiguration]) -> dict[str, RankedConfiguration]:
+    """The best default, the fastest of the others, and the fastest of another type, by name."""
+    default = best_default(ranked)
+    others = [one for one in ranked if one is not default]
+    of_other_types = [one for one in others if one.predicted.type != others[0].predicted.type]
+    return {one.name: one for one in (default, *others[:1], *of_other_types[:1])}
+
+
+def counts_as_predicted(finalists: Mapping[str, RankedConfiguration], raced: Race) -> dict[str, tuple[int, int]]:
+    """The number of each finalist's requests whose counts are those of the replay, and of all."""
+    found = {}
+    for name, finalist in finalists.items():
+        pairs = list(zip(raced.runs[name], finalist.counts, strict=False))
+        same = sum((run.rounds - run.plain_steps, run.verified_nodes, run.accepted_tokens) == c for run, c in pairs)
+        found[name] = same, len(pairs)
+    return found
+
+
+def finalists_table(
+    finalists: Mapping[str, RankedConfiguration], raced: Race, as_predicted: Mapping[str, tuple[int, int]]
+) -> Table:
+    """Predictions of the finalists beside their runs."""
+    rows = [
+        [one.title, times(one.predicted.speedup), f"{len(raced.runs[name])}", "{}/{}".format(*as_predicted[name])]
+        for name, one in finalists.items()
+    ]
+    return Table("Finalists on tuning prompts", ["finalist", "predicted", "runs", "counts as predicted"], rows)
+
+
+def evaluate(
+    races: EngineRaces, arms: Mapping[str, RankedConfiguration], held_out: Workload, deadline: float
+) -> tuple[Evaluation, RankedConfiguration | None]:
+    """The runs of plain decoding, the best default and the winner, which are ``arms``, on held-out prompts, and the
+    fastest one if it is significantly faster than plain decoding; else None.
+    """
+    raced = races.race("evaluation, measured", arms, held_out, EVALUATION, deadline)
+    (default, *_), winner = arms, list(arms)[-1]
+    chosen = None if AR in raced.remaining else arms[raced.remaining[0]]
+    tuned = winner if chosen is None else chosen.name
+    names = [name for name in (AR, *arms) if name != tuned and raced.runs[name]] + [tuned]
+    evaluation = Evaluation(
+        runs={name: [run.in_passes for run in raced.runs[name]] for name in names},
+        configurations={name: None if name == AR else arms[name].configuration for name in names},
+        predicted={name: one.predicted.speedup for name, one in arms.items()},
+        best_default=default if default in names[:-1] else None,
+        tuned=tuned,
+    )
+    print_evaluation(evaluation, races.console)
+    return evaluation, chosen
 
 
 @dataclass(frozen=True)
-class EngineTuning:
-    """The tuning of one engine.
+class EngineRaces:
+    """Races of configurations and plain decoding, each in a new server.
 
     Attributes:
-        runs: ledger of the real runs, with which an interrupted tuning goes on.
-        requests_at_once: numbers of requests at a time that plain decoding and the winner serve in the end.
+        runs: ledger of the real runs, with which an interrupted race goes on.
     """
 
     backend: Backend
-    tune: Workload
-    held_out: Workload
     runs: Path
     console: Console
-    budget_s: float
-    seed: int = 0
-    requests_at_once: Sequence[int] = ()
+    seed: int
 
-    def run(self) -> DecodingProfile:
-        """The profile of the engine.
-
-        Raises:
-            UserError: the engine cannot be used; what was recorded is kept.
-        """
-        backend, begun = self.backend, time.monotonic()
-        ends = {stage: begun + share * self.budget_s for stage, share in thresholds.ENGINE_ENDS.items()}
-        recorded = backend.record(self.tune.prompts, ends["answers"])
-        tune = self.tune.cut(len(recorded.answers))
-        prices = backend.price(recorded, ends["prices"])
-        ranked = self.rank(recorded, prices)
-        predicted = [one.predicted for one in ranked]
-        by_type = {one.type: [other for other in predicted if other.type == one.type] for one in predicted}
-        evidence = EngineEvidence(
-            num_replayed={type: len(of_type) for type, of_type in by_type.items()},
-            predicted=[one for one in predicted if one.is_default or one in by_type[one.type][:SHOWN]],
-            prices=list(prices.priced),
-            factors=dict(prices.factors),
-            left_out=dict(prices.left_out),
-        )
-        if backend.is_fixed:
-            best = ranked[0].configuration if predicted[0].speedup > 1.0 else None
-            return self._profile(tune, best, Evidence(engine=evidence))
-        winner, default, as_predicted = self.choose(ranked, tune, ends["finalists"])
-        evaluation, chosen = self.evaluate(winner, default, begun + self.budget_s)
-        raced = [None, *{one.name: one.configuration for one in (winner, default)}.values()]
-        loads = [load for size in self.requests_at_once for load in backend.loads(raced, recorded, size)]
-        decoded = AR if chosen is None else chosen.name
-        evidence = evidence.model_copy(update={"loads": loads, "as_predicted": as_predicted})
-        measured = Evidence(engine=evidence, **evaluation.evidence(decoded))
-        profile = self._profile(tune, None if chosen is None else chosen.configuration, measured)
-        point = profile.point.model_copy(update={"measured": evaluation.measured(decoded)})
-        return profile.model_copy(update={"point": point})
-
-    def rank(self, recorded: Any, prices: Prices) -> list[RankedConfiguration]:
-        """All configurations by predicted time, the fastest first; prints the fastest and the best default."""
-        backend, ranked = self.backend, list[RankedConfiguration]()
-        plain_ms = prices.ms(backend.replay(None, recorded))
-        configurations = [c for c in backend.configurations() if c.type not in prices.left_out]
-        if not configurations:
-            raise UserError(f"{backend.name}: no speculation is left to tune; see the lines above")
-        with self.console.stage(f"replay of {len(configurations)} configurations", len(configurations)) as update:
-            for number, configuration in enumerate(configurations, start=1):
-                steps = backend.replay(configuration, recorded)
-                ms = prices.ms(steps)
-                predicted = PredictedSettings(
-                    label=configuration.label,
-                    type=configuration.type,
-                    is_default=configuration.is_default,
-                    speedup=float(plain_ms.sum() / ms.sum()),
-                    ci95=bootstrap_ratio(plain_ms, ms),
-                )
-                ranked.append(RankedConfiguration(configuration, predicted, steps.counts))
-                update(number, len(configurations))
-        ranked.sort(key=lambda one: -one.predicted.speedup)
-        shown = [*ranked[:SHOWN], *[one for one in [best_default(ranked)] if one not in ranked[:SHOWN]]]
-        rows = [
-            [one.title, f"{one.predicted.speedup:.2f}x", "{:.2f} to {:.2f}".format(*one.predicted.ci95)]
-            for one in shown
-        ]
-        self.console.table("Predicted on the tuning prompts", ["configuration", "speedup", "95 %"], rows)
-        return ranked
-
-    def choose(
-        self, ranked: Sequence[RankedConfiguration], tune: Workload, deadline: float
-    ) -> tuple[RankedConfiguration, RankedConfiguration, dict[str, tuple[int, int]]]:
-        """The fastest of the finalists on the tuning prompts, the best default, and by finalist the number of requests
-        whose counts are those of the replay, of all.
-        """
-        default = best_default(ranked)
-        others = [one for one in ranked if one is not default]
-        others = [*others[:1], *[one for one in others if one.predicted.type != others[0].predicted.type][:1]]
-        finalists = {one.name: one for one in (default, *others)}
-        rule = Fastest(risk=thresholds.RISK, prompts_per_block=thresholds.HELD_OUT_PROMPTS, always=[AR])
-        measured = self._race("finalists, measured", finalists, tune, rule, deadline)
-        as_predicted = {}
-        for name, one in finalists.items():
-            pairs = list(zip(measured.runs[name], one.counts, strict=False))
-            as_predicted[name] = sum(_counts(run) == tuple(counts) for run, counts in pairs), len(pairs)
-        rows = [
-            [
-                one.title,
-                f"{one.predicted.speedup:.2f}x",
-                f"{len(measured.runs[name])}",
-                "{}/{}".format(*as_predicted[name]),
-            ]
-            for name, one in finalists.items()
-        ]
-        self.console.table(
-            "Finalists on tuning prompts", ["finalist", "predicted", "runs", "counts as predicted"], rows
-        )
-        return finalists[measured.remaining[0]], default, as_predicted
-
-    def evaluate(
-        self, winner: RankedConfiguration, default: RankedConfiguration, deadline: float
-    ) -> tuple[Evaluation, RankedConfiguration | None]:
-        """The runs of plain decoding, the winner and the best default on held-out prompts, and the fastest one if it is
-        significantly faster than plain decoding; else None.
-        """
-        arms = {one.name: one for one in (default, winner)}
-        rule = Fastest(
-            risk=thresholds.RISK,
-            tolerance=thresholds.PROCESS_DIFFERENCE,
-            prompts_per_block=thresholds.KEPT_PROMPTS[0][0],
-            ends=lambda leaders: AR not in leaders or len(leaders) == 1,
-        )
-        measured = self._race("evaluation, measured", arms, self.held_out, rule, deadline)
-        chosen = None if AR in measured.remaining else arms[measured.remaining[0]]
-        tuned = (chosen or winner).name
-        shown = [name for name in (AR, *arms) if name != tuned and measured.runs[name]]
-        evaluation = Evaluation(
-            runs={name: [run.in_passes for run in measured.runs[name]] for name in (*shown, tuned)},
-            configurations={AR: None} | {name: arms[name].configuration for name in (*shown, tuned) if name != AR},
-            predicted={name: one.predicted.speedup for name, one in arms.items()},
-            best_default=default.name if default.name in shown else None,
-            tuned=tuned,
-        )
-        print_evaluation(evaluation, self.console)
-        return evaluation, chosen
-
-    def _race(
+    def race(
         self, stage: str, arms: Mapping[str, RankedConfiguration], workload: Workload, rule: Rule, deadline: float
     ) -> Race:
-        """A race of configurations and plain decoding, each in a new server of its own. One that does not start, or
-        ends, is left out with a line.
+        """One that does not start, or ends, is left out with a line.
 
         Raises:
             UserError: plain decoding fails, or every configuration.
         """
-        by_name = {AR: None} | {name: one.configuration for name, one in arms.items()}
+        configurations = {AR: None} | {name: one.configuration for name, one in arms.items()}
         with ExitStack() as stack, self.console.stage(stage, len(workload.prompts)) as update:
             started: list[Arm] = []
             failed: dict[str, str] = {}
-            for name, configuration in by_name.items():
+            for name, configuration in configurations.items():
                 try:
-                    started.append(stack.enter_context(self.backend.arm(configuration)))
-                    started[-1].name = name
+                    started.append(named_arm(stack, self.backend, configuration, name))
                 except UserError as error:
                     failed[name] = str(error)
-            limit = TimeLimit(deadline, thresholds.MIN_PROMPTS)
-            measured = race(
+            raced = race(
                 ArmRunner(self.runs, context=stage),
                 started,
                 workload.prompts,
                 rule,
-                time_limit=limit,
+                time_limit=TimeLimit(deadline, thresholds.MIN_PROMPTS),
                 seed=self.seed,
                 report=update,
             )
-        failed |= measured.failed
+        failed |= raced.failed
         for name, reason in failed.items():
             self.console.say(f"left out   {name}: {reason}")
         if AR in failed or failed.keys() >= arms.keys():
             raise UserError(f"{self.backend.name}: {failed.get(AR) or list(failed.values())[-1]}")
-        return replace(measured, runs={name: [] for name in by_name} | measured.runs)
-
-    def _profile(self, tune: Workload, chosen: BackendSettings | None, evidence: Evidence) -> DecodingProfile:
-        deployment = self.backend.deploy(chosen)
-        return DecodingProfile(
-            provenance=stamp(),
-            target=self.backend.model,
-            workload=WorkloadReference(
-                name=tune.name,
-                tune_sha256=tune.sha256,
-                evaluate_sha256=self.held_out.sha256,
-                num_tune_prompts=len(tune.prompts),
-                num_evaluate_prompts=len(self.held_out.prompts),
-            ),
-            hardware=cpu_fingerprint(num_cores()),
-            precision=self.backend.precision,
-            point=OperatingPoint(draft=None, tree=None, deployment=deployment, predicted=None, measured=None),
-            evidence=evidence,
-        )
-
-
-def best_default(ranked: Sequence[RankedConfiguration]) -> RankedConfiguration:
-    """The fastest of the types' defaults by prediction; without defaults, the fastest configuration."""
-    return next((one for one in ranked if one.predicted.is_default), ranked[0])
-
-
-def _counts(run: Decoded) -> tuple[int, int, int]:
-    return run.rounds - run.plain_steps, run.verified_nodes, run.accepted_tokens
+        return replace(raced, runs={name: [] for name in configurations} | raced.runs)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from autotune.console import Console
 from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import ALL, AR, HF, TUNED, ComparedArm, Differences, Gain, Measured
+from autotune.documents.table import Table, times, with_interval
 from autotune.evaluation.bench_tables import ARM_COLUMNS, ARM_NOTES
 from autotune.evaluation.summary import Summary, summarize
 
@@ -72,17 +73,29 @@ class Evaluation:
         summary = self.summaries[decoded]
         return _from_summary(Measured, summary, tokens_per_round=None if decoded == AR else summary.tokens_per_round)
 
+    def tables(self) -> list[Table]:
+        """Every arm's figures, and what tuning gained by task."""
+        plain, columns = self.summaries[AR], ("speedup", "M", "tokens/s", "same output")
+        arms = [
+            [name, times(self.predicted.get(name)), *(ARM_COLUMNS[column](summary) for column in columns)]
+            for name, summary in self.summaries.items()
+        ]
+        labels = {name: note for name, note in ARM_NOTES.items() if name in [*columns, *self.summaries]}
+        labels |= {name: c.label for name, c in self.configurations.items() if c is not None and c.label != name}
+        gains = [[f"{g.task} ({g.num_prompts})", g.over, with_interval(g.speedup, g.ci95)] for g in self.gains]
+        title = f"Evaluation on {plain.num_prompts} held-out prompts, {plain.num_tokens} tokens, with 95 % intervals"
+        header = ["arm", "predicted", "measured", *columns[1:]]
+        gain_title = "What tuning gained on held-out prompts, with 95 % intervals"
+        return [
+            Table(title, header, arms, emphasised=len(arms) - 1, labels=labels),
+            Table(gain_title, ["task (prompts)", "over", "speedup"], gains),
+        ]
+
 
 def print_evaluation(evaluation: Evaluation, console: Console) -> None:
-    """Print every arm's figures, the configurations below the table, and what tuning gained, by task."""
-    columns, rows = ("speedup", "M", "tokens/s", "same output"), []
-    for name, summary in evaluation.summaries.items():
-        predicted = evaluation.predicted.get(name)
-        prediction = "-" if predicted is None else f"{predicted:.2f}x"
-        rows.append([name, prediction, *(ARM_COLUMNS[column](summary) for column in columns)])
-    plain, header = evaluation.summaries[AR], ["arm", "predicted", "measured", *columns[1:]]
-    title = f"Evaluation on {plain.num_prompts} held-out prompts, {plain.num_tokens} tokens, with 95 % intervals"
-    console.table(title, header, rows, emphasised=len(rows) - 1)
+    """Print the tables of an evaluation, and the outputs that differ from plain decoding."""
+    for table in evaluation.tables():
+        console.show(table)
     found = evaluation.differences
     if num := found.rounding + len(found.other) + found.unexamined:
         parts = f"{found.rounding} by rounding alone, after near ties; {len(found.other)} for another reason"
@@ -90,24 +103,6 @@ def print_evaluation(evaluation: Evaluation, console: Console) -> None:
         console.say(f"{num} outputs of {evaluation.tuned} differ from plain decoding: {parts}{late}")
     for difference in found.other:
         console.say(f"  {difference}")
-    labels = {name: note for name, note in ARM_NOTES.items() if name in [*columns, *evaluation.summaries]}
-    labels |= {name: c.label for name, c in evaluation.configurations.items() if c is not None and c.label != name}
-    console.labels(labels)
-    _print_gains(evaluation.gains, evaluation.best_default, console)
-
-
-def _print_gains(gains: Sequence[Gain], best_default: str | None, console: Console) -> None:
-    """Print what tuning gained, by task, with 95 % intervals."""
-    over = {AR: "over plain decoding", HF: "over Hugging Face", best_default: f"over {best_default}, the best default"}
-    columns = [name for name in over if any(gain.over == name for gain in gains)]
-    by_cell = {(gain.task, gain.over): gain for gain in gains}
-    rows = []
-    for task in dict.fromkeys(gain.task for gain in gains):
-        cells = [by_cell.get((task, name or "")) for name in columns]
-        texts = ["-" if g is None else f"{g.speedup:.2f}x ({g.ci95[0]:.2f}-{g.ci95[1]:.2f})" for g in cells]
-        rows.append([f"{task} ({max(g.num_prompts for g in cells if g is not None)})", *texts])
-    title = "What tuning gained on held-out prompts, with 95 % intervals"
-    console.table(title, ["task (prompts)", *(over[name] for name in columns)], rows, emphasised=len(rows) - 1)
 
 
 def _from_summary(document: type[D], summary: Summary, **further: Any) -> D:

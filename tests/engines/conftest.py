@@ -20,14 +20,12 @@ from autotune.engines.llama_cpp import LlamaBackend
 from autotune.engines.process import running
 from autotune.engines.vllm import VllmBackend
 from autotune.workloads.prompt import WorkloadPrompt
-from tests.engines.recorded_llama import HELP, RecordedServer, http_server, text_prompts
+from tests.engines.recorded_llama import RecordedServer, http_server, text_prompts
 from tests.engines.recorded_vllm import RecordedVllm
 from tests.imports import ROOT
 
 SCRIPT = """#!{python}
 import sys
-if "--help" in sys.argv:
-    sys.exit(print({help!r}))
 sys.path.insert(0, {root!r})
 from tests.engines.recorded_llama import serve
 serve(sys.argv[1:])
@@ -48,14 +46,18 @@ def prompts() -> list[WorkloadPrompt]:
 
 def write_script(path: Path, script: str) -> None:
     path.parent.mkdir(exist_ok=True)
-    path.write_text(script.format(python=sys.executable, root=str(ROOT), help=HELP))
+    path.write_text(script.format(python=sys.executable, root=str(ROOT)))
     path.chmod(0o755)
 
 
 @contextmanager
 def running_here(words: Sequence[str], name: str) -> Iterator[tuple[str, Any]]:
     """``process.running`` in a thread of this process, which takes no time to start; servers that end are processes."""
-    if Path(words[0]).parent.name != "bin" or {"--bogus", "--dies", "--killed"} & {*words} or is_replaced(words[0]):
+    if (
+        Path(words[0]).parent.name != "bin"
+        or {"--bogus", "--dies", "--killed", "--lacks-second"} & {*words}
+        or is_replaced(words[0])
+    ):
         with running(words, name) as started:
             yield started
         return
@@ -77,9 +79,7 @@ def is_replaced(executable: str) -> bool:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with ``model.gguf``, ``model``, ``draft``, and ``bin`` with llama-server, vllm and its
-    package for suffixes.
-    """
+    """The working directory, with ``model.gguf``, ``model``, ``draft``, and ``bin`` with llama-server and vllm."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.gguf").write_bytes(b"GGUF general.file_type\x04\0\0\0\x03\0\0\0 tokenizer.chat_template")
     configs = {
@@ -89,7 +89,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, config in configs.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
-    (tmp_path / "lib/python3/site-packages/arctic_inference").mkdir(parents=True)
     write_script(tmp_path / "bin" / "llama-server", SCRIPT)
     write_script(tmp_path / "bin" / "vllm", VLLM_SCRIPT)
     monkeypatch.setattr(engine, "running", running_here)

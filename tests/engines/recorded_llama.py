@@ -21,12 +21,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL.Image import Image
 
 from autotune.documents.speculation import OPTIONS, Speculation
 from autotune.engines.engine import EngineBackend
-from autotune.engines.ngram_drafters import KnownRequest
+from autotune.engines.ngram_drafters import Drafter, KnownRequest
 from autotune.engines.replay import new_drafter, replay_request
 from autotune.engines.served import Served
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
@@ -44,8 +43,19 @@ PROMPTS = (
     "Write an HTML table with three rows and three columns.",
     "Copy this list twice: apple, pear, plum, cherry, quince, apple, pear, plum, fig, grape. Then sort it.",
 )
-SWITCHES = ("--other-rule", "--dies", "--dies-drafting", "--killed", "--unsteady", "--merges", "--merges-all")
-HELP = "--spec-type none,ngram-simple,ngram-mod   types\n--metrics\n"
+SWITCHES = ("--dies", "--killed", "--unsteady")
+
+
+class DraftModel(Drafter):
+    """Proposes the answer's tokens but for every third."""
+
+    def __init__(self, speculation: Speculation) -> None:
+        (self.k,) = map(int, speculation.options.values())
+        self.ends_with_answer = speculation.type.startswith("draft-")
+
+    def draft(self, request: KnownRequest, length: int) -> list[int]:
+        places = range(length + 1, min(length + 1 + self.k, len(request.tokens)))
+        return [request.tokens[place] if place % 3 else -1 for place in places]
 
 
 class RecordedServer:
@@ -59,7 +69,9 @@ class RecordedServer:
         given = dict(itertools.pairwise(arguments))
         self.lock = threading.Lock()
         speculation = self.speculation(given)
-        self.drafter = None if speculation is None else new_drafter(speculation)
+        self.drafter: Drafter | None = None
+        if speculation is not None:
+            self.drafter = DraftModel(speculation) if speculation.model else new_drafter(speculation)
         self.counts = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
         self.asked = 0
 
@@ -78,16 +90,10 @@ class RecordedServer:
         return shown[path] if path in shown else self.reply(path, {})
 
     def parts(self, body: dict[str, Any], reply: Any) -> list[dict[str, Any]] | None:
-        """A reply that is streamed, by token, with the counts so far where they are asked for; None for another."""
+        """A reply that is streamed, by token; None for another."""
         if not body.get("stream"):
             return None
         parts = [{"tokens": [token], "stop": False} for token in reply["tokens"]]
-        if body.get("timings_per_token"):
-            rounds = [(0, 0), *(self.replayed.drafts if len(parts) > 1 else ()), *[(0, 0)] * len(parts)]
-            drafted, accepted = np.cumsum(rounds, axis=0).T.tolist()
-            passes = (number for number, (_, right) in enumerate(rounds) for _ in range(right + 1))
-            for part, number in zip(parts, passes, strict=False):
-                part["timings"] = {"draft_n": drafted[number], "draft_n_accepted": accepted[number]}
         return [*parts, reply | {"tokens": [], "stop": True}]
 
     def reply(self, path: str, body: dict[str, Any]) -> Any:
@@ -102,7 +108,7 @@ class RecordedServer:
             case "/detokenize":
                 return {"content": " ".join(map(str, body["tokens"]))}
         assert path == "/completion" and body["temperature"] == 0.0
-        assert ("id_slot" in body) == (self.slots == 1 and body.get("stream") == body.get("timings_per_token"))
+        assert ("id_slot" in body) == (self.slots == 1 and not body.get("stream"))
         limit = body["n_predict"]
         if "logit_bias" in body:
             token = body["logit_bias"][0][0]
@@ -118,9 +124,7 @@ class RecordedServer:
     def answered(self, answer: Served) -> Served:
         """The answer as the switches want it, counted; or the server's end."""
         self.asked += 1
-        if self.asked == 3 and (
-            "--dies" in self.switches or (self.drafter is not None and "--dies-drafting" in self.switches)
-        ):
+        if self.asked == 3 and "--dies" in self.switches:
             os._exit(3)
         if self.asked == 3 and "--killed" in self.switches:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -128,16 +132,9 @@ class RecordedServer:
             answer = answer.model_copy(update={"tokens": [*answer.tokens[:-1], answer.tokens[-1] + 1]})
         return self.counted(answer)
 
-    def request(self, answer: Served) -> KnownRequest:
-        """With a draft model that proposes two of three tokens."""
-        request = KnownRequest(answer)
-        request.is_drafted = [place % 3 > 0 for place in range(len(request.tokens))]
-        return request
-
     def counted(self, answer: Served) -> Served:
-        self.replayed = replay_request(self.drafter, self.request(answer), CONTEXT)
+        self.replayed = replay_request(self.drafter, KnownRequest(answer), CONTEXT)
         rounds, drafted, accepted = self.replayed.counts
-        drafted += "--other-rule" in self.switches and self.drafter is not None
         for name, number in zip(self.counts, (rounds, drafted, accepted), strict=True):
             self.counts[name] += number
         return answer.model_copy(update={"verified_nodes": drafted, "accepted_lengths": [accepted]})
@@ -190,8 +187,9 @@ def http_server(arguments: list[str], kind: type[RecordedServer] = RecordedServe
 def serve(arguments: list[str], kind: type[RecordedServer] = RecordedServer) -> None:
     if "--bogus" in arguments:
         sys.exit("error: invalid argument: --bogus")
-    else:
-        http_server(arguments, kind).serve_forever()
+    if "--lacks-second" in arguments and any(name in " ".join(arguments) for name in ("ngram-simple", "suffix")):
+        sys.exit("error: no such type")
+    http_server(arguments, kind).serve_forever()
 
 
 def pixels_key(image: Image) -> str:

@@ -86,9 +86,6 @@ class RecordedVllm(RecordedServer):
             tokens = tokens[length:]
             if not tokens:
                 break
-        is_first = "--merges-all" in self.switches or answer.prompt_tokens == self.recorded[0]["prompt_tokens"]
-        if "--merges" in " ".join(self.switches) and len(parts) > 2 and (is_first or self.asked % 2):
-            parts[1]["token_ids"] += parts.pop(2)["token_ids"]
         parts[-1]["finish_reason"] = "stop" if answer.is_ended else "length"
         return parts
 

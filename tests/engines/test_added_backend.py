@@ -29,13 +29,13 @@ def added(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first_line in (ROOT / "autotune" / "search" / "backends.py").read_text()
     names: dict[str, Any] = {}
     exec(f"{added_import}\nrows = {{{row}}}", names)
-    monkeypatch.setattr(backends, "BACKENDS", backends.BACKENDS | names["rows"])
+    monkeypatch.setitem(backends.BACKENDS, "fake", names["rows"]["fake"])
 
 
 class TestAddedBackend(BackendContract):
     @pytest.fixture
     def backend(self) -> Backend:
-        return backends.BACKENDS["fake"]("a-model")  # type: ignore[call-arg]
+        return backends.BACKENDS["fake"]("a-model")
 
     @pytest.fixture
     def prompts(self) -> Sequence[WorkloadPrompt]:

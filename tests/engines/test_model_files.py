@@ -8,15 +8,7 @@ from typing import Any
 
 import pytest
 
-from autotune.engines.model_files import (
-    INDEX,
-    ModelFiles,
-    find_model_files,
-    has_short_vision_names,
-    served_draft,
-    served_target,
-    text_part,
-)
+from autotune.engines.model_files import ModelFiles, find_model_files, served_draft, served_target, text_part
 from autotune.errors import UserError
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET
 from tests.documents.test_draft_kinds import DFLASH, write_dflash
@@ -33,56 +25,37 @@ def model(**config: Any) -> ModelFiles:
     return ModelFiles(Path("nowhere"), config)
 
 
-# -------- checkpoints
-
-
-def split(source: ModelFiles, folder: Path) -> ModelFiles:
-    """The checkpoint in two files, as large models are stored."""
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(source.folder, folder)
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    names = sorted(tensors)
-    halves = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
-    for file, half in halves.items():
-        save_file({name: tensors[name].bfloat16() for name in half}, folder / file, metadata={"format": "pt"})
-    return ModelFiles(folder, source.config)
-
-
-@pytest.mark.parametrize("is_split", [False, True])
-def test_text_part_equals_the_model_without_images(tmp_path: Path, is_split: bool) -> None:
+def test_text_part_equals_the_model_without_images(tmp_path: Path) -> None:
+    """Of a checkpoint in two files, as large models are stored."""
     import torch
+    from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-    source = bundled(BUNDLED_DRAFT)
-    if is_split:
-        source = split(source, tmp_path / "split")
-    folder = text_part(source, tmp_path / "text", BUNDLED_DRAFT)
-    assert (folder / INDEX).exists() == is_split and not (folder / "processor_config.json").exists()
+    whole, weights = bundled(BUNDLED_DRAFT), bundled(BUNDLED_DRAFT).weights()
+    for number in (0, 1):
+        save_file({name: weights[name] for name in sorted(weights)[number::2]}, tmp_path / f"{number}.safetensors")
+    for path in whole.companions():
+        shutil.copyfile(path, tmp_path / path.name)
+    folder = text_part(ModelFiles(tmp_path, whole.config), tmp_path / "text", BUNDLED_DRAFT)
+    assert not (folder / "processor_config.json").exists()
     options = {"dtype": torch.float32, "local_files_only": True}
-    if is_split:
-        (source.folder / INDEX).write_bytes((folder / INDEX).read_bytes())  # only the files' names count
-    whole = AutoModelForImageTextToText.from_pretrained(source.folder, **options)
+    model = AutoModelForImageTextToText.from_pretrained(whole.folder, **options)
     text, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     assert not any(info.values()), info
     tokens = torch.arange(5, 25)[None]
     with torch.inference_mode():
-        assert torch.equal(text(tokens).logits, whole(input_ids=tokens).logits)
-    assert len(AutoTokenizer.from_pretrained(folder)) == len(AutoTokenizer.from_pretrained(source.folder))
+        assert torch.equal(text(tokens).logits, model(input_ids=tokens).logits)
+    assert len(AutoTokenizer.from_pretrained(folder)) == len(AutoTokenizer.from_pretrained(whole.folder))
 
 
 def test_long_vision_names_are_those_before_transformers_5_20(tmp_path: Path) -> None:
-    """The weights are the same, and transformers still loads them."""
+    """The weights are the same, transformers still loads them, and they are written once."""
     import torch
-    from safetensors.torch import load_file
     from transformers import AutoModelForImageTextToText
 
     source = bundled(BUNDLED_TARGET)
-    assert has_short_vision_names(source)
     folder = served_target(source.folder, tmp_path)
-    assert not has_short_vision_names(ModelFiles(folder, source.config))
-    before, after = load_file(source.folder / "model.safetensors"), load_file(folder / "model.safetensors")
+    before, after = source.weights(), ModelFiles(folder, {}).weights()
     assert before.keys() == {name.replace("vision_tower.vision_model.", "vision_tower.") for name in after}
     assert any(name.startswith("vision_tower.vision_model.encoder.layers.0.") for name in after)
     for name, weight in after.items():
@@ -90,18 +63,15 @@ def test_long_vision_names_are_those_before_transformers_5_20(tmp_path: Path) ->
     options = {"dtype": torch.float32, "local_files_only": True}
     ours, theirs = (AutoModelForImageTextToText.from_pretrained(path, **options) for path in (source.folder, folder))
     assert all(torch.equal(weight, theirs.state_dict()[name]) for name, weight in ours.state_dict().items())
-    assert (folder / "processor_config.json").exists()
+    written = (folder / "config.json").stat().st_mtime_ns
+    assert served_target(source.folder, tmp_path) == folder == served_target(folder, tmp_path)
+    assert (folder / "config.json").stat().st_mtime_ns == written and (folder / "processor_config.json").exists()
 
 
-def test_a_vision_language_pair_is_served_from_copies_that_are_written_once(tmp_path: Path) -> None:
-    target = served_target(bundled(BUNDLED_TARGET).folder, tmp_path)
+def test_a_complete_model_drafts_with_its_text_part(tmp_path: Path) -> None:
     kind, draft = served_draft(BUNDLED_DRAFT, BUNDLED_TARGET, tmp_path)
     assert kind == "draft_model" and "vision_config" not in bundled(str(draft)).config
-    assert not has_short_vision_names(bundled(str(target))) and {*tmp_path.iterdir()} == {target, draft}
-    times = [(path / "model.safetensors").stat().st_mtime_ns for path in (target, draft)]
-    assert served_target(bundled(BUNDLED_TARGET).folder, tmp_path) == target == served_target(target, tmp_path)
     assert served_draft(BUNDLED_DRAFT, BUNDLED_TARGET, tmp_path) == (kind, draft)
-    assert times == [(path / "model.safetensors").stat().st_mtime_ns for path in (target, draft)]
 
 
 @pytest.mark.parametrize("form", DFLASH)
@@ -110,48 +80,21 @@ def test_dflash_drafts_are_named_as_those_of_vllm(tmp_path: Path, form: str) -> 
         served_draft(str(write_dflash(tmp_path / "draft", form)), BUNDLED_TARGET, tmp_path)
 
 
-def test_only_clip_and_siglip_towers_are_renamed(tmp_path: Path) -> None:
-    """Other towers never had the longer names."""
-    source = bundled(BUNDLED_TARGET)
-    vision = {**source.config["vision_config"], "model_type": "pixtral"}
-    assert not has_short_vision_names(ModelFiles(source.folder, {**source.config, "vision_config": vision}))
-
-
 def test_text_part_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    cases = (
-        (model(vision_config={}, text_config={"model_type": "llama"}), "its weights are not on this machine"),
-        (model(vision_config={}, text_config={"model_type": "odd"}), "transformers has no text model of type 'odd'"),
-    )
-    for source, reason in cases:
-        with pytest.raises(UserError, match=f"d: the engine takes the text part of this draft, .*: {reason}"):
-            text_part(source, tmp_path, "d")
-
-
-# -------- configs
-
-
-def test_what_configs_say() -> None:
-    mrope = {"rope_type": "default", "mrope_section": [16, 24, 24]}
-    assert model(text_config={"rope_parameters": mrope}).has_mrope and model(rope_scaling=mrope).has_mrope
-    assert not model(rope_parameters={"rope_type": "default"}).has_mrope
-    assert model(text_config={"vocab_size": 7}).vocab_size == 7 and model().vocab_size is None
-
-
-def test_models_that_are_not_here_are_not_known(tmp_path: Path) -> None:
-    assert find_model_files("nobody/never-downloaded") is None and find_model_files(str(tmp_path / "no:folder")) is None
+    for kind in ("llama", "odd"):
+        with pytest.raises(UserError, match=f"d: vLLM takes the text part .* no text model of type '{kind}', or the"):
+            text_part(model(vision_config={}, text_config={"model_type": kind}), tmp_path, "d")
 
 
 def test_an_mtp_head_is_written_as_one_of_mimo(tmp_path: Path) -> None:
     """It reads the features before the embedding, and adds biases to queries, keys and values."""
     import torch
-    from safetensors.torch import load_file
 
     kind, folder = served_draft("digits/mtp", BUNDLED_TARGET, tmp_path)
     assert kind == "mtp" and served_draft("digits/mtp", BUNDLED_TARGET, tmp_path) == (kind, folder)
-    own = load_file(bundled("digits/mtp").folder / "model.safetensors")
+    own = bundled("digits/mtp").weights()
     found = {
-        name.removeprefix("model.mtp_layers.0."): tensor
-        for name, tensor in load_file(folder / "model.safetensors").items()
+        name.removeprefix("model.mtp_layers.0."): tensor for name, tensor in ModelFiles(folder, {}).weights().items()
     }
     embedding, features = torch.randn(2, 5, len(own["enorm.weight"]))
     expected = torch.cat([embedding, features], -1) @ own["eh_proj.weight"].float().t()

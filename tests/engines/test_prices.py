@@ -8,8 +8,8 @@ import pytest
 
 from autotune.documents.deployment import PricedStep
 from autotune.documents.speculation import OPTIONS, Speculation
-from autotune.engines.prices import EnginePrices, served_prices, with_draft
-from autotune.engines.replay import EngineSteps, RequestReplay
+from autotune.engines.prices import ALONE, EnginePrices, served_prices
+from autotune.engines.replay import ChainSteps, EngineSteps, RequestReplay
 from autotune.engines.served import Served
 
 
@@ -22,21 +22,19 @@ def request(plain: int, verified: int, tokens: int) -> RequestReplay:
     return RequestReplay([(2, 0)] * verified, Counter({(1, 0): plain, (3, 0): verified}), tokens)
 
 
-def test_beyond_the_longest_verification_time_grows_as_between_the_last_three() -> None:
+def test_times_are_interpolated_between_those_that_were_priced() -> None:
     prices = priced({1: 10.0, 4: 10.0, 8: 12.0, 16: 20.0, 32: 40.0})
-    assert [prices.pass_ms(n, 100) for n in (1, 2, 8, 12)] == [10.0, 10.0, 12.0, 16.0]
-    assert prices.pass_ms(48, 100) == pytest.approx(40.0 + 16 * (40.0 - 12.0) / 24)
+    assert [prices.pass_ms(n, 100) for n in (1, 2, 8, 12, 48)] == [10.0, 10.0, 12.0, 16.0, 40.0]
 
 
 def test_times_of_a_configuration_are_those_of_the_plain_answers() -> None:
-    """A chain's own answer may have another length. A draft model's time is added to its verifications."""
-    chain = Speculation(type="draft_model", options={"num_speculative_tokens": 2}, model="draft")
-    prices = EnginePrices(priced({1: 10.0, 3: 20.0}).priced, plain_factor=0.5, draft_ms=(2.0, 1.0))
+    """A draft model's chain takes the time that its server took; a prompt that it did not decode, that of others."""
+    prices = EnginePrices(priced({1: 10.0, 3: 20.0}).priced, factors=ALONE | {"plain": 0.5})
     assert prices.ms(EngineSteps(None, [request(8, 0, 8)], [8])).tolist() == [0.5 * 80.0]
-    replayed = [request(2, 2, 4)]
     ngram = Speculation(type="ngram", options=OPTIONS["ngram"])
-    assert prices.ms(EngineSteps(ngram, replayed, [8])).tolist() == [2 * (20.0 + 40.0)]
-    assert prices.ms(EngineSteps(chain, replayed, [8])).tolist() == [2 * (20.0 + 40.0 + 2 * (2.0 + 2 * 1.0))]
+    assert prices.ms(EngineSteps(ngram, [request(2, 2, 4)], [4])).tolist() == [20.0 + 40.0]
+    answer = Served.of([1], [2] * 5, 5, decode_ms=12.0)
+    assert prices.ms(ChainSteps([answer], [4, 8])).tolist() == [12.0, 24.0]
 
 
 @pytest.mark.parametrize("has_one_loop", [True, False])
@@ -54,17 +52,7 @@ def test_prices_have_the_factors_of_served_requests(has_one_loop: bool) -> None:
     pairs = [(answer, request(*passes, 9)) for answer, passes in served]
     prices = priced({1: 10.0, 3: 20.0})
     found = served_prices(prices, off, pairs, has_one_loop=has_one_loop)
-    assert (found.step_factor, found.factor) == pytest.approx((0.9, 1.1), rel=0.01)
-    assert found.pass_ms(1, 1) * found.plain_factor == pytest.approx(plain_ms, rel=0.01)
-    few = served_prices(prices, off, pairs[:2], has_one_loop=has_one_loop)
-    assert few.factor == few.step_factor == (0.9 if has_one_loop else 1.0)
-    assert few.pass_ms(1, 1) * few.plain_factor == pytest.approx(plain_ms)
-
-
-def test_the_time_of_a_draft_is_linear_in_its_tokens() -> None:
-    prices, pairs = priced({1: 10.0, 3: 20.0, 9: 30.0}), []
-    for drafted, pass_ms in ((2, 20.0), (8, 30.0)):
-        replayed = RequestReplay([(drafted, 0)] * 5, Counter({(drafted + 1, 0): 5}), 5)
-        answer = Served.of([1], [2] * 6, 6, decode_ms=5 * (pass_ms + 3.0 + 1.5 * drafted))
-        pairs.append([(answer, replayed)] * 3)
-    assert with_draft(prices, pairs).draft_ms == pytest.approx((3.0, 1.5))
+    step, verification, alone = found.factors.values()
+    assert (step, verification, step * alone) == pytest.approx((0.9, 1.1, plain_ms / 10.0), rel=0.01)
+    step, verification, alone = served_prices(prices, off, pairs[:2], has_one_loop=has_one_loop).factors.values()
+    assert verification == step == (0.9 if has_one_loop else 1.0) and step * alone == pytest.approx(plain_ms / 10.0)

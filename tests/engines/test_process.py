@@ -19,7 +19,6 @@ import pytest
 from autotune.engines.engine_server import EngineServer
 from autotune.engines.process import refusal, running
 from autotune.engines.vllm import GENERATED, VllmServer
-from autotune.errors import UserError
 
 COMMAND = """vllm serve a/target --dtype float32 --speculative-config '{"model": "a draft"}'"""
 SCRIPT = """#!{python}
@@ -101,12 +100,6 @@ def is_running(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def test_settings_that_the_engine_refuses(script: Path) -> None:
-    message = "vllm ended when it started: the settings are refused."
-    with pytest.raises(UserError, match=message), running([str(script), "--refuse"], "vllm"):
-        pass
 
 
 def test_the_cause_of_a_failure_is_found_in_the_log() -> None:

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 
 from autotune.documents.speculation import OPTIONS, Speculation
-from autotune.engines.ngram_drafters import POOL_FACTOR, POOL_SLOTS, KnownRequest
+from autotune.engines.ngram_drafters import KnownRequest, slot_of
 from autotune.engines.replay import new_drafter, replay_speculation
 from autotune.engines.served import Served
 from tests.engines import recorded_llama, recorded_vllm
 from tests.engines.recorded_llama import CONTEXT
 
 
-def speculation(kind: str, *values: float, model: str = "") -> Speculation:
-    return Speculation(type=kind, options=dict(zip(OPTIONS[kind], values, strict=True)), model=model)
+def speculation(kind: str, *values: float) -> Speculation:
+    return Speculation(type=kind, options=dict(zip(OPTIONS[kind], values, strict=True)))
 
 
 @pytest.mark.parametrize(
@@ -56,12 +56,6 @@ def obvious_simple(tokens: list[int], n: int, m: int) -> list[int]:
 
 def obvious_mod(tokens: list[int], n: int, least: int, most: int) -> list[int]:
     """The pool holds the prompt's n-grams."""
-
-    def slot_of(gram: list[int]) -> int:
-        value = 0
-        for token in gram:
-            value = value * POOL_FACTOR + token
-        return value % POOL_SLOTS
 
     pool = {slot_of(tokens[i : i + n]): tokens[i + n] for i in range(50 - n)}
     draft = list(tokens)
@@ -118,12 +112,6 @@ def test_llama_cuts_drafts_to_the_answer_and_vllm_to_the_context(
     request = KnownRequest(Served.of([1, 2, 3, 4, 5, 6, 7, 8] * 4, [1, 2, 3, 4], 4, **answer))
     (replayed,) = replay_speculation(speculation(*settings), [request], context)
     assert replayed.drafts[:1] == drafts and replayed.num_tokens == 3
-
-
-def test_a_server_that_serves_on_does_not_forget() -> None:
-    request = KnownRequest(Served.of(list(range(1, 41)), list(range(41, 141)), 100))
-    first, again = replay_speculation(speculation("ngram-mod", 4, 0, 8), [request] * 2, CONTEXT)
-    assert first.counts[2] == 0 < again.counts[2]
 
 
 class SuffixTrie:
@@ -213,39 +201,3 @@ def test_suffix_drafts_are_those_of_a_tree_of_suffixes(seed: int) -> None:
             for token in tokens[read : length + 1]:
                 shared.append(token)
         assert drafted > 20
-
-
-def rounds_of(is_right: list[bool], first: int, k: int, *, is_cut: bool) -> list[tuple[int, int]]:
-    """Draft tokens and accepted ones of each round of a chain, by the obvious loop: ``is_right`` says of each token
-    whether the draft proposes it.
-    """
-    found, place, size = [], first, len(is_right)
-    while place < size - 1:
-        accepted, drafted = 0, min(k, size - place - 2) if is_cut else k
-        while accepted < drafted and place + accepted + 1 < size and is_right[place + accepted + 1]:
-            accepted += 1
-        found += [(drafted, accepted)] if drafted else []
-        place += accepted + 1
-    return found
-
-
-@pytest.mark.parametrize("kind", ["draft_model", "draft-simple"])
-@pytest.mark.parametrize("seed", range(4))
-def test_short_chains_are_replayed_exactly_from_the_rounds_of_a_long_one(seed: int, kind: str) -> None:
-    """The token after a round whose drafts were all accepted is unknown, and counts as proposed. llama.cpp cuts a draft
-    to what the request may still generate.
-    """
-    draw, first, size, is_cut = random.Random(seed), 4, 200, kind == "draft-simple"
-    is_right = [draw.random() < 0.85 for _ in range(size)]
-    place = first
-    for drafted, accepted in (long := rounds_of(is_right, first, 8, is_cut=is_cut)):
-        place += accepted + 1
-        if accepted == drafted and place < size:
-            is_right[place] = True
-    drafted, accepted = map(list, zip(*long, strict=True))
-    counts = {"drafted_lengths": drafted, "accepted_lengths": accepted, "verified_nodes": sum(drafted)}
-    request = KnownRequest(Served.of([1] * first, [2] * (size - first), size - first, **counts))
-    assert (8, 8) in long and (8, 0) in long
-    for k in range(1, 9):
-        (replayed,) = replay_speculation(speculation(kind, k, model="draft"), [request], CONTEXT)
-        assert replayed.drafts == rounds_of(is_right, first, k, is_cut=is_cut), k

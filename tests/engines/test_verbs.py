@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 from pathlib import Path
 from typing import Any
@@ -83,17 +82,12 @@ def test_plain_the_best_default_and_the_profile_are_compared_as_arms_of_the_runt
     assert list(printed(*BENCH, "--arms", "ar")["runs"]) == ["ar", "tuned"]
 
 
-def test_the_command_of_a_deployment_is_printed(profile: DecodingProfile) -> None:
-    assert profile.point.deployment is not None
-    assert shlex.split(autotune("export", "profile.json").stdout) == profile.point.deployment.command
-
-
 REFUSED = {
     "run": [
         ((*RUN, "--device", "cpu"), "--device: not an option for a profile of llama.cpp; leave it out"),
         ((*RUN, "--dtype", "float32"), "--dtype: not an option"),
         ((*RUN, "--temperature", "1"), "engines are tuned at temperature 0"),
-        ((*RUN, "--image", "red.png"), "has an image, and llama.cpp is tuned on text"),
+        ((*RUN, "--image", "red.png"), "has an image; llama.cpp is tuned on text"),
         ((*RUN, "--engine-command", "nowhere"), "nowhere: no such executable"),
     ],
     "bench": [
@@ -117,12 +111,6 @@ def test_what_an_engine_does_not_have_is_refused_in_a_line(profile: DecodingProf
         done = autotune(*words)
         assert done.exit_code == 2 and message in done.stderr.splitlines()[-1], (words, done.output)
         assert done.stdout == "", words
-
-
-def test_an_engine_that_dies_is_a_line(folder: Path, profile: DecodingProfile) -> None:
-    save_profile(folder, switches="--dies")
-    done = autotune(*BENCH)
-    assert done.exit_code == 2 and "llama-server ended while it was used" in done.stderr.splitlines()[-1]
 
 
 def test_a_target_that_vllm_does_not_load_is_named(folder: Path) -> None:

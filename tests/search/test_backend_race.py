@@ -36,10 +36,9 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeBacke
 
         return type("Made", (FakeBackend,), {"name": name, "__init__": make})
 
-    monkeypatch.setattr(backends, "BACKENDS", {name: kind(name) for name in ("one", "two")})
-    monkeypatch.setattr(
-        backend_race._BackendSearch, "_has_own_weights", lambda _, profile: profile.precision == "bfloat16"
-    )
+    for name in ("one", "two"):
+        monkeypatch.setitem(backends.BACKENDS, name, kind(name))
+    monkeypatch.setattr(backend_race, "has_own_weights", lambda _, profile: profile.precision == "bfloat16")
     return found
 
 

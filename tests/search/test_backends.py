@@ -31,11 +31,6 @@ def test_a_backend_loads_the_target_or_a_model_of_its_own() -> None:
     ]
 
 
-def test_a_draft_is_for_the_runtime_or_else_for_every_engine() -> None:
-    assert choices("vllm", drafts=("d",)) == [("vllm", "digits/target", {"draft": "d"})]
-    assert choices("runtime", "vllm", drafts=("d",))[1] == ("vllm", "digits/target", {})
-
-
 def test_one_backend_is_searched_as_without_the_option() -> None:
     given = {"target": "digits/target", "drafts": ("retrieval",), "workload": "digits"}
     plain, named = SearchSettings(**given), SearchSettings(backends=("runtime",), **given)
@@ -43,6 +38,10 @@ def test_one_backend_is_searched_as_without_the_option() -> None:
 
 
 LLAMA = ["--backend", "llama.cpp"]
+AT_ONCE = (
+    "--requests-at-once: the runtime serves one request at a time, and a server that runs is not measured; "
+    "let --backend llama.cpp or vllm start its servers"
+)
 REFUSED = {
     "an unknown backend": (["--backend", "vlm"], "--backend vlm: no such backend; did you mean 'vllm'?"),
     "a backend twice": (
@@ -55,19 +54,15 @@ REFUSED = {
     ),
     "an option of no backend": (
         [*LLAMA, "--set", "llama.cpp:comand=x"],
-        "--set llama.cpp:comand=x: the backend llama.cpp has no option 'comand'; did you mean 'command'?",
-    ),
-    "an option of the runtime": (
-        ["--set", "runtime:command=x"],
-        "--set runtime:command=x: the backend runtime has no option 'command'; drop it",
+        "--set llama.cpp:comand=x: no option of a backend, NAME:OPTION=VALUE; did you mean 'llama.cpp:command'?",
     ),
     "an option without a value": (
         [*LLAMA, "--set", "llama.cpp:url="],
-        "--set llama.cpp:url=: has no value; write llama.cpp:url=VALUE",
+        "--set llama.cpp:url=: no option of a backend, NAME:OPTION=VALUE; did you mean 'llama.cpp:url'?",
     ),
     "a command and a URL": (
         [*LLAMA, "--set", "llama.cpp:url=http://x", "--set", "llama.cpp:command=x"],
-        "--set llama.cpp:url: a server that runs keeps its settings; leave llama.cpp:command out",
+        "llama.cpp: --set llama.cpp:url: a server that runs keeps its settings; leave llama.cpp:command out",
     ),
     "a space without the runtime": (
         [*LLAMA, "--space", "quick-x"],
@@ -78,14 +73,15 @@ REFUSED = {
         "--set keep=0.2: not an option of llama.cpp; drop it, or search the runtime alone",
     ),
     "a plan of engines": ([*LLAMA, "--plan"], "--plan: not an option of llama.cpp; drop it, or search the runtime alone"),
-    "two drafts": (
-        [*LLAMA, "--draft", "a", "--draft", "b"],
-        "--draft: an engine tunes one draft model; got a, b; give one",
+    "a draft of the runtime": (
+        [*LLAMA, "--draft", "a"],
+        "--draft: not an option of llama.cpp; drop it, or search the runtime alone",
     ),
     "other weights of one backend": ([*LLAMA, "--any-weights"], "--any-weights chooses among backends; name several with --backend"),
-    "requests at once in the runtime": (
-        ["--requests-at-once", "2"],
-        "--requests-at-once: the runtime serves one request at a time; add --backend llama.cpp or vllm",
+    "requests at once in the runtime": (["--requests-at-once", "2"], AT_ONCE),
+    "requests at once in a server that runs": (
+        [*LLAMA, "--requests-at-once", "2", "--set", "llama.cpp:url=http://x"],
+        AT_ONCE,
     ),
     "another device": (
         [*LLAMA, "--backend", "runtime", "--gpu", "h100"],
@@ -93,7 +89,7 @@ REFUSED = {
     ),
     "an engine that is not installed": (
         [*LLAMA, "--set", "llama.cpp:command=no-llama-server"],
-        "digits/target: llama.cpp loads a GGUF file, or a folder with one; give one",
+        "llama.cpp: digits/target: llama.cpp loads a GGUF file, or a folder with one; give one",
     ),
 }  # fmt: skip
 

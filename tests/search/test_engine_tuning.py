@@ -10,22 +10,19 @@ import pytest
 from autotune.console import Console
 from autotune.documents.decoding_profile import AR, DecodingProfile
 from autotune.errors import UserError
-from autotune.search.engine_tuning import EngineTuning
-from autotune.workloads.prompt import Prompt, WorkloadPrompt
-from autotune.workloads.workload import Workload, WorkloadSplit
+from autotune.search.engine_tuning import tune_engine
+from autotune.search.settings import SearchSettings
+from tests.sample_documents import write_workload
 from tests.search.fake_backend import FakeBackend
 
 ALL = ("copy", "copy(2)", "guess", "guess(2)")
 
 
-def workload(split: WorkloadSplit, num_prompts: int) -> Workload:
-    prompts = [WorkloadPrompt(f"{split} {n}", Prompt(prompt=f"{split} {n}"), ()) for n in range(num_prompts)]
-    return Workload("by hand", split, tuple(prompts))
-
-
 def tuned(backend: FakeBackend, folder: Path, **options: Any) -> DecodingProfile:
-    prompts = workload("tune", 8), workload("evaluate", 32)
-    return EngineTuning(backend, *prompts, folder / "runs.jsonl", Console(), 60.0, **options).run()
+    """Tuned on the first 24 of 32 prompts, with 32 held out."""
+    workload = write_workload(folder, [{"prompt": f"Go on {n}."} for n in range(64)])
+    settings = SearchSettings(target="digits/target", workload=str(workload), **options)
+    return tune_engine(backend, settings, 60.0, folder, Console())
 
 
 def test_the_profile_deploys_what_was_fastest_in_the_engine(tmp_path: Path) -> None:
@@ -86,7 +83,7 @@ def test_what_was_served_is_not_served_again(tmp_path: Path, label: str) -> None
     again.ms |= {"copy": 5.0}
     profile = tuned(again, tmp_path)
     assert profile.point.deployment is not None and profile.point.deployment.label == "copy"
-    first = [len(arm.served) for arm in again.arms[:3]]
+    first = [len(arm.decoded) for arm in again.arms[:3]]
     assert first == [5, 5, 5]
 
 
@@ -106,3 +103,10 @@ def test_requests_at_once_are_served_by_plain_decoding_the_winner_and_the_defaul
     assert [(load.label, load.requests_at_once) for load in evidence.loads] == [
         (label, size) for size in (2, 4) for label in ("off", "copy(2)", "copy")
     ]
+
+
+def test_without_a_type_that_is_replayed_exactly_there_is_nothing_to_tune(tmp_path: Path) -> None:
+    backend = FakeBackend()
+    backend.prices.left_out = {"copy": "another rule", "guess": "another rule"}
+    with pytest.raises(UserError, match="fake: no speculation is left to tune"):
+        tuned(backend, tmp_path)
