@@ -62,6 +62,7 @@ def engine_profile(
             tokens_per_round=None,
             tokens_per_second=100 * speedup,
             num_prompts=3,
+            identical_outputs=3,
         )
         for name, speedup in (("ar", 1.0), ("tuned", 1.5))
     ]

@@ -114,6 +114,8 @@ class ComparedArm(Document):
     tokens_per_second: float
     num_prompts: int
     """The arm decoded this many of the first evaluation prompts."""
+    identical_outputs: int
+    """Number of prompts whose output equals plain decoding."""
 
 
 ALL = "all"
@@ -166,7 +168,7 @@ class Evidence(Document):
     """The race between backends; empty where one was tuned alone."""
 
     def tables(self, decoding: str) -> list[Table]:
-        """Arms, gains by task, shrinkage and backends; ``decoding`` is the name of the arm that the profile is."""
+        """Arms, gains by task and backends; ``decoding`` is the name of the arm that the profile is."""
         names = [arm.name for arm in self.compared]
         arms = [
             [
@@ -175,26 +177,17 @@ class Evidence(Document):
                 with_interval(arm.speedup, arm.ci95),
                 number(arm.tokens_per_round),
                 number(arm.tokens_per_second, 0),
-                str(arm.num_prompts),
+                f"{arm.identical_outputs}/{arm.num_prompts}",
             ]
             for arm in self.compared
         ]
         overs = list(dict.fromkeys(gain.over for gain in self.gains))
         gains = {(gain.task, gain.over): with_interval(gain.speedup, gain.ci95) for gain in self.gains}
         tasks = list(dict.fromkeys(gain.task for gain in self.gains))
-        shrinkage = [
-            ["tuning prompts that chose the tree", times(self.shrinkage.predicted_on_choosing), "-"],
-            [
-                "other tuning prompts",
-                times(self.shrinkage.predicted_on_confirming),
-                times(self.shrinkage.measured_on_confirming),
-            ],
-            ["held-out prompts", "-", times(self.shrinkage.measured_on_held_out)],
-        ] if self.shrinkage else []  # fmt: skip
         return [
             Table(
                 f"Evaluation on {len(self.prompts)} held-out prompts: speedup over plain decoding, with 95 % intervals",
-                ["arm", "predicted", "measured", "M", "tokens/s", "prompts"],
+                ["arm", "predicted", "measured", "M", "tokens/s", "same output"],
                 arms,
                 emphasised=names.index(decoding) if decoding in names else None,
                 labels={name: note for name, note in ARM_NOTES.items() if name in [*names, "M"]}
@@ -206,7 +199,6 @@ class Evidence(Document):
                 [[task, *(gains.get((task, over), "-") for over in overs)] for task in tasks],
                 emphasised=tasks.index(ALL) if ALL in tasks else None,
             ),
-            Table("The tuned configuration on other prompts", ["prompts", "predicted", "measured"], shrinkage),
             backends_table(self.backends),
         ]
 

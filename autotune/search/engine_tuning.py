@@ -122,7 +122,6 @@ def tune_engine(
             temperature=settings.temperature,
         ),
         hardware=cpu_fingerprint(num_cores()),
-        backend=backend.name,
         precision=backend.precision,
         point=OperatingPoint(draft=None, tree=None, deployment=deployment, predicted=None, measured=measured),
         evidence=evidence,

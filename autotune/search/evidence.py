@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 from autotune.console import Console
 from autotune.documents.decoded import Decoded
-from autotune.documents.decoding_profile import ALL, AR, HF, TUNED, ComparedArm, Differences, Gain, Measured
-from autotune.documents.table import Table, times, with_interval
-from autotune.evaluation.bench_tables import ARM_COLUMNS, ARM_NOTES
+from autotune.documents.decoding_profile import ALL, AR, HF, TUNED, ComparedArm, Differences, Evidence, Gain, Measured
 from autotune.evaluation.summary import Summary, summarize
 
 D = TypeVar("D", ComparedArm, Gain, Measured)
@@ -73,29 +71,14 @@ class Evaluation:
         summary = self.summaries[decoded]
         return _from_summary(Measured, summary, tokens_per_round=None if decoded == AR else summary.tokens_per_round)
 
-    def tables(self) -> list[Table]:
-        """Every arm's figures, and what tuning gained by task."""
-        plain, columns = self.summaries[AR], ("speedup", "M", "tokens/s", "same output")
-        arms = [
-            [name, times(self.predicted.get(name)), *(ARM_COLUMNS[column](summary) for column in columns)]
-            for name, summary in self.summaries.items()
-        ]
-        labels = {name: note for name, note in ARM_NOTES.items() if name in [*columns, *self.summaries]}
-        labels |= {name: c.label for name, c in self.configurations.items() if c is not None and c.label != name}
-        gains = [[f"{g.task} ({g.num_prompts})", g.over, with_interval(g.speedup, g.ci95)] for g in self.gains]
-        title = f"Evaluation on {plain.num_prompts} held-out prompts, {plain.num_tokens} tokens, with 95 % intervals"
-        header = ["arm", "predicted", "measured", *columns[1:]]
-        gain_title = "What tuning gained on held-out prompts, with 95 % intervals"
-        return [
-            Table(title, header, arms, emphasised=len(arms) - 1, labels=labels),
-            Table(gain_title, ["task (prompts)", "over", "speedup"], gains),
-        ]
-
 
 def print_evaluation(evaluation: Evaluation, console: Console) -> None:
-    """Print the tables of an evaluation, and the outputs that differ from plain decoding."""
-    for table in evaluation.tables():
-        console.show(table)
+    """Print the tables of an evaluation, what its arms decode with, and the outputs that differ from plain decoding."""
+    arms, *others = Evidence(**evaluation.evidence(evaluation.tuned)).tables(evaluation.tuned)
+    labels = {name: c.label for name, c in evaluation.configurations.items() if c is not None and c.label != name}
+    for table in (replace(arms, labels={**arms.labels, **labels}), *others):
+        if table.rows:
+            console.show(table)
     found = evaluation.differences
     if num := found.rounding + len(found.other) + found.unexamined:
         parts = f"{found.rounding} by rounding alone, after near ties; {len(found.other)} for another reason"

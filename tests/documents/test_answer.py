@@ -47,9 +47,9 @@ def measured(
 ) -> DecodingProfile:
     """A measured profile with gains over other arms: name, speedup, its interval, prompts."""
     profile = decoding_profile(draft=draft, **choices)
-    figures = {"tokens_per_round": 2.0, "tokens_per_second": 9.0, "num_prompts": num_prompts}
+    figures = {"tokens_per_round": 2.0, "tokens_per_second": 9.0, "num_prompts": num_prompts, "identical_outputs": 1}
     point = profile.point.model_copy(
-        update={"measured": Measured(speedup=1.5, ci95=(1.4, 1.6), identical_outputs=1, **figures)}
+        update={"measured": Measured(speedup=1.5, ci95=(1.4, 1.6), **figures)}
     )
     if draft is not None and point.draft is not None:
         chosen = point.draft.model_copy(update={"kind": "eagle3", "subnet": Subnet(**(subnet or {}))})
@@ -91,7 +91,7 @@ def engine_profile(
     deployment = Deployment(backend="vllm", model=TARGET, command=["vllm"], speculation=chosen, build="1")
     predicted = [PredictedSettings(label="x", type="x", is_default=True, speedup=speedup, ci95=ci95)]
     evidence: dict[str, Any] = {"engine": EngineEvidence(num_replayed={}, predicted=predicted)}
-    figures = {"tokens_per_round": 2.0, "tokens_per_second": 9.0, "num_prompts": num_prompts}
+    figures = {"tokens_per_round": 2.0, "tokens_per_second": 9.0, "num_prompts": num_prompts, "identical_outputs": 1}
     measured = None
     if num_prompts:
         known = {"predicted_speedup": None, **figures}
@@ -101,7 +101,7 @@ def engine_profile(
             "compared": [ComparedArm(name=name, speedup=s, ci95=(s, s), **known) for name, s in arms.items()],
             "gains": [Gain(task="all", over="ar", speedup=speedup, ci95=ci95, num_prompts=num_prompts)],
         }
-        measured = Measured(speedup=speedup, ci95=ci95, identical_outputs=1, **figures)
+        measured = Measured(speedup=speedup, ci95=ci95, **figures)
     point = OperatingPoint(draft=None, tree=None, deployment=deployment, predicted=None, measured=measured)
     profile = decoding_profile()
     workload = profile.workload.model_copy(update={"num_evaluate_prompts": num_prompts})

@@ -235,6 +235,7 @@ def _profile(evaluator: Evaluator, tune_sha256: str) -> DecodingProfile:
                     tokens_per_round=2.0,
                     tokens_per_second=100 * speedup,
                     num_prompts=3,
+                    identical_outputs=3,
                 )
                 for name, predicted, speedup in arms
             ],
