@@ -25,8 +25,7 @@ from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from tests.drafters import test_eagle3, test_mtp
 from tests.drafters.test_feature_draft import agreeing_draft, new_draft
-from tests.families import FAMILIES
-from tests.hybrids import HYBRIDS
+from tests.families import FAMILIES, HYBRIDS
 from tests.mutations import damaged, json_bytes, mutate, nightly
 from tests.tiny_models import TARGET_LAYERS, Pair
 
