@@ -17,7 +17,6 @@ torch = pytest.importorskip("torch", exc_type=ImportError)
 
 from autotune.drafters.checkpoint import CONFIGS, load_network  # noqa: E402
 from autotune.drafters.dream import DreamConfig, DreamNetwork  # noqa: E402
-from benchmarks.draft_cards import ablation_section, layer_section  # noqa: E402
 from benchmarks.evidence.training_curve import distilled_layers, draw_curve, logged  # noqa: E402
 
 DREAM = data_root() / "drafts" / "digits" / "dream"
@@ -56,28 +55,6 @@ def test_ablations_of_dream_differ_from_their_baseline_in_one_setting(tmp_path: 
         "static-50": (full, 12 // 2),
         "static-75": (full, 12 * 3 // 4),
     }
-
-
-def test_card_compares_ablations_with_their_baseline() -> None:
-    values = {"baseline": 4.0, "without-final": 3.0, "static-25": 3.9}
-    rows = [{"label": name, "tokens_per_round": tokens, "prompts": 32} for name, tokens in values.items()]
-    rows = [{"label": "without-final", "tokens_per_round": 1.0, "prompts": 32}, *rows]  # measured again
-    lines = ablation_section(DREAM, "dream", [*rows, {"label": "", "tokens_per_round": 5.0}])
-    assert "Drafts trained for 300 steps" in lines[3]
-    assert [line for line in lines if line.startswith("| `")] == [
-        "| `baseline` | baseline of the ablations | 4.00 | 1.00 | - |",
-        "| `static-25` | static layer at 25 % | 3.90 | 0.97 | - |",
-        "| `without-final` | without the final block | 3.00 | 0.75 | 0.63 to 0.71 |",
-    ]
-    assert ablation_section(DREAM, "dream", rows[:1]) == [], "no baseline"
-    assert ablation_section(Path("nowhere"), "star", rows) == []
-
-
-def test_card_shows_the_share_of_steps_that_distilled_each_layer() -> None:
-    lines = layer_section({1: 3, 5: 9})
-    assert "12 logged steps" in lines[3]
-    assert lines[-3:] == ["| layer | 1 | 5 |", "|---|---|---|", "| steps | 25 % | 75 % |"]
-    assert layer_section({}) == []
 
 
 def test_training_log_is_plotted(tmp_path: Path) -> None:
