@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from autotune.documents.provenance import ModelReference
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
@@ -23,9 +22,8 @@ from autotune.replay.trace import ForestBounds
 from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import BUNDLED, Workload, WorkloadSplit, bundled_file, load_workload
-from tests.drafters.test_feature_draft import agreeing_draft
 from tests.sample_documents import free_prices
-from tests.tiny_models import Pair, new_llama, sharpen
+from tests.tiny_models import Pair
 
 SAGE = {"policy": "sage"}
 # Tree policies, confidences and shares of visual tokens alternate over the prompts.
@@ -112,32 +110,11 @@ def test_sampled_output_equals_plain_decoding_with_the_same_seed(pair, num_promp
 @pytest.mark.parametrize("pair", ["digits"], indirect=True)
 @pytest.mark.parametrize("kind", ["star", pytest.param("specvlm", marks=pytest.mark.nightly)])
 def test_rounds_that_retrieval_wins_ask_the_draft_for_nothing(pair, kind):
-    prompts = [p for p in pair.held_out(23).prompts if p.settings.task in ("continue", "describe")][:4]
-    draft = load_draft(f"digits/{kind}", pair.target)
-    check_rounds_without_drafting(draft, reference(f"digits/{kind}"), pair.recorder, prompts)
-
-
-@pytest.mark.parametrize("pair", ["text"], indirect=True)
-def test_rounds_that_retrieval_wins_on_a_text_target(pair, tmp_path):
-    """Its layers add little, so that a token follows from the one before and sequences of tokens return."""
-    torch.manual_seed(1)
-    model = new_llama(4, tie_word_embeddings=False)
-    sharpen(model, model.model.layers, 0)
-    with torch.no_grad():
-        model.lm_head.weight.normal_(0.0, 0.7)
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight *= 0.02
-            layer.mlp.down_proj.weight *= 0.02
-        draft = agreeing_draft("star", target := Target(model), injection_layer=2)
-    made = ModelReference(id="made here", sha256="")
-    recorder = Recorder(target, made, pair.processor, tmp_path)
-    check_rounds_without_drafting(draft, made, recorder, pair.held_out(3).prompts)
-
-
-def check_rounds_without_drafting(draft, draft_reference, recorder, prompts):
     """Replay equals the runtime for a draft that reads features of tokens which it learns of rounds later."""
+    prompts = [p for p in pair.held_out(23).prompts if p.settings.task in ("continue", "describe")][:4]
+    draft, recorder = load_draft(f"digits/{kind}", pair.target), pair.recorder
     workload = Workload("digits", "evaluate", tuple(prompts))
-    trace = recorder.trace(draft, draft_reference, workload, visual_keep=1.0, bounds=ForestBounds(depth=10))
+    trace = recorder.trace(draft, reference(f"digits/{kind}"), workload, visual_keep=1.0, bounds=ForestBounds(depth=10))
     tree = {"policy": "priced", "worth": 0.9, "width": 2, "rate": 0.05, "retrieval": True, "skip_draft_above": 0.6}
     tree |= {"calibration": calibrate(trace).model_dump(), "prices": {"verify": [[1.0, 1.05]]}}
     replayed = replay(trace, parse_policy(tree), free_prices())

@@ -1,4 +1,4 @@
-"""Recipes of ablations, and the sections of cards that compare them."""
+"""The plot of a training log, which the cards of drafts show."""
 
 from __future__ import annotations
 
@@ -7,54 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from PIL import Image
 
-from autotune.files import data_root, parse_kind
-from autotune.training.recipe import Recipe
-
-torch = pytest.importorskip("torch", exc_type=ImportError)
-
-from autotune.drafters.checkpoint import CONFIGS, load_network  # noqa: E402
-from autotune.drafters.dream import DreamConfig, DreamNetwork  # noqa: E402
-from benchmarks.evidence.training_curve import distilled_layers, draw_curve, logged  # noqa: E402
-
-DREAM = data_root() / "drafts" / "digits" / "dream"
-
-
-def test_ablations_of_dream_differ_from_their_baseline_in_one_setting(tmp_path: Path) -> None:
-    """Blocks as in DREAM's table 2, layers as in its figure 4a. Their weights can be saved and loaded."""
-    recipes = {path.stem: Recipe.load(path) for path in (DREAM / "ablations").glob("*.yaml")}
-    baseline = recipes.pop("baseline")
-    found = {}
-    for name, recipe in recipes.items():
-        common = {"name": "", "description": ""}
-        draft = {key: value for key, value in recipe.draft.items() if key != "blocks"}
-        (stage,), (whole,) = recipe.stages, baseline.stages
-        same = recipe.model_copy(update={**common, "draft": draft, "stages": [whole]})
-        assert same == baseline.model_copy(update=common), name
-        assert stage.model_copy(update={"distillation": whole.distillation}) == whole, name
-        sizes = {"hidden_size": 16, "num_target_layers": 12, "num_heads": 2, "head_size": 4, "mlp_size": 8}
-        config = parse_kind(
-            {**recipe.draft, **sizes, "kind": "dream"}, CONFIGS, key="kind", what="kind of draft", source=name
-        )
-        assert isinstance(config, DreamConfig)
-        network = DreamNetwork(config)
-        network.save(tmp_path)
-        assert load_network(tmp_path).config == config
-        found[name] = [block.has_cross_attention for block in network.blocks], stage.distillation
-    full = [False, True, False]
-    assert baseline.stages[0].distillation == "entropy"
-    assert found == {
-        "without-initial": ([True, False], "entropy"),
-        "without-crossing": ([False, False], "entropy"),
-        "without-final": ([False, True], "entropy"),
-        "two-crossings": ([False, True, True, False], "entropy"),
-        "without-distillation": (full, "none"),
-        "static-25": (full, 12 // 4),
-        "static-50": (full, 12 // 2),
-        "static-75": (full, 12 * 3 // 4),
-    }
+from benchmarks.evidence.training_curve import distilled_layers, draw_curve, logged
 
 
 def test_training_log_is_plotted(tmp_path: Path) -> None:

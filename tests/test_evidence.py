@@ -11,7 +11,6 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from autotune.errors import UserError
 from autotune.files import read_yaml
 from benchmarks import measure
 from benchmarks.evidence import drawing, pages, searches
@@ -157,11 +156,3 @@ def test_acceptance_is_that_of_the_drafts_present_weights() -> None:
     for row in RESULTS["acceptance"].values["drafts"]:
         path = ROOT / "drafts" / row["pair"] / row["draft"] / "acceptance.jsonl"
         assert acceptance_rows(path) == [row]
-
-
-def test_a_result_refuses_what_it_does_not_know(tmp_path: Path) -> None:
-    content = json.loads(RESULTS["acceptance"].dump())
-    path = tmp_path / "acceptance.json"
-    path.write_text(json.dumps({**content, "speed": 1}))
-    with pytest.raises(UserError, match="unknown key 'speed'"):
-        Result.load(path)
