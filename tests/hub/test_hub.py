@@ -12,8 +12,6 @@ from huggingface_hub import constants
 from huggingface_hub.utils.tqdm import tqdm
 
 from autotune.drafters.checkpoint import load_draft
-from autotune.engines.engine import EngineBackend
-from autotune.engines.llama_cpp import LlamaBackend
 from autotune.engines.vllm import VllmBackend
 from autotune.errors import UserError
 from autotune.modeling import hub as hub_models
@@ -146,12 +144,3 @@ def test_engines_load_models_of_the_hub_by_their_ids(hub: Hub) -> None:
     for find in (VllmBackend.find_model, lambda name: VllmBackend.find_draft(name, IDS[0])):
         with pytest.raises(UserError, match=r"did you mean 'Qwen/Qwen3-0\.6B'"):
             find("Qwen/Qwen3-0.6")
-
-
-@pytest.mark.parametrize(
-    ("engine", "advice"), [(VllmBackend, "pip install vllm"), (LlamaBackend, "github.com/ggml-org/llama.cpp")]
-)
-def test_a_missing_engine_says_how_to_get_one(engine: type[EngineBackend], advice: str) -> None:
-    with pytest.raises(UserError, match=rf"nowhere: no such executable; .*{advice}.*--set .*:command=") as error:
-        engine.find("nowhere")
-    assert "make" not in str(error.value)
