@@ -2,14 +2,14 @@
 
 Leave the machine alone meanwhile. A set that is there is skipped unless ``--again`` is given, and an interrupted one
 continues from its folder below ``.autotune/results``. Then ``make figures`` draws the figures and writes the tables and
-numbers of README and docs. ``--help`` lists the sets with their times, a second to an hour.
+numbers of README and docs. ``--help`` lists the sets with their times.
 
     python -m benchmarks.measure all
     python -m benchmarks.measure peers-smollm2 -- --prompts 24 --engine llama.cpp /FOLDER/MODEL.gguf llama-server
     python -m benchmarks.measure engine-vllm -- --backend vllm=/FOLDER --set 'vllm:command=vllm --enforce-eager'
 
-Words after ``--`` are added to the set's commands, with absolute paths. Also as ``python benchmarks/measure.py``; all
-sets take about an hour.
+Words after ``--`` are added to the set's commands, with absolute paths. Also as ``python benchmarks/measure.py``.
+Everything takes about an hour.
 """
 
 from __future__ import annotations

@@ -302,7 +302,7 @@ LARGE = {
     **{"attention_k_eq_v": True, "num_global_key_value_heads": 1},
     **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
 }
-"""Of Gemma 4: keys of full layers are their values, and feed-forward layers have experts."""
+"""The large form of Gemma 4: keys of full layers are their values, and feed-forward layers have experts."""
 LLAMA3_ROPE = {
     **{"rope_type": "llama3", "rope_theta": 10_000.0, "original_max_position_embeddings": 64},
     **{"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},

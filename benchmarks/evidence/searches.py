@@ -57,7 +57,7 @@ def samples_of(folder: Path, command: list[str], seconds: float) -> dict[str, Ro
             (arm.tokens_per_round for arm in profile.evidence.compared if arm.name == TUNED), None
         ),
         "threads": profile.threads,
-        "same_output": sum(_is_same(profile)),
+        "same_output": profile.point.measured.identical_outputs if profile.point.measured else 0,
     }
     measured: Rows = [
         {
@@ -214,10 +214,6 @@ def _pooled(lines: dict[str, dict[str, Any]], plain: dict[str, dict[str, Any]]) 
     ms, plain_ms = sum(line["decode_ms"] for line, _ in pairs), sum(line["decode_ms"] for _, line in pairs)
     tokens, plain_tokens = sum(a["new_tokens"] - 1 for a, _ in pairs), sum(b["new_tokens"] - 1 for _, b in pairs)
     return float(plain_ms / plain_tokens * tokens / ms) if ms else float("nan")
-
-
-def _is_same(profile: DecodingProfile) -> list[int]:
-    return [profile.point.measured.identical_outputs] if profile.point.measured else []
 
 
 def _label(profile: DecodingProfile) -> str:
