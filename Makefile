@@ -21,7 +21,7 @@ test: lint  ## what every change needs: about five minutes on two cores
 nightly: test docs  ## everything else
 	$(BIN)/pytest -n auto --dist worksteal -m nightly --durations=25
 
-results: .venv/installed  ## measure what README and docs show and is missing, one set after the other: about two hours on a quiet machine
+results: .venv/installed  ## measure what README and docs show and is missing, one set after the other: about an hour on a quiet machine
 	$(BIN)/python -m benchmarks.measure all
 
 figures: .venv/installed  ## draw the figures of README and docs, and write their tables, from benchmarks/results; names sentences with other numbers

@@ -2,183 +2,82 @@
 
 Leave the machine alone meanwhile. A set that is there is skipped unless ``--again`` is given, and an interrupted one
 continues from its folder below ``.autotune/results``. Then ``make figures`` draws the figures and writes the tables and
-numbers of README and docs.
+numbers of README and docs. ``--help`` lists the sets with their times.
 
-    python -m benchmarks.measure all                        # make results: about two hours for both pairs, without
-    dimensions python -m benchmarks.measure default-searches           # 7 minutes a search of digits, 12 of smollm2;
-    --repeats 5 for the spread python -m benchmarks.measure repeated-searches FILE ... # a second: collects what
-    default_searches.py has written python -m benchmarks.measure steps                      # 3 minutes a pair python -m
-    benchmarks.measure predictions                # 15 minutes a pair, after its default search python -m
-    benchmarks.measure peers                      # 10 minutes a pair, after its default search python -m
-    benchmarks.measure engine-search ENGINE MODEL COMMAND    # 10 minutes; the engine must be there: make engines python
-    -m benchmarks.measure dimensions                 # 50 minutes, digits only python -m benchmarks.measure acceptance
-    # a second: collects drafts/*/*/acceptance.jsonl python -m benchmarks.measure published                  # seconds:
-    estimates from datasheets against papers
+    python -m benchmarks.measure all
+    python -m benchmarks.measure peers-smollm2 -- --prompts 24 --engine llama.cpp /FOLDER/MODEL.gguf llama-server
+    python -m benchmarks.measure engine-vllm -- --backend vllm=/FOLDER --set 'vllm:command=vllm --enforce-eager'
 
-``--pair digits`` or ``--pair smollm2`` measures one pair. ``default-searches --pair benchmarks``, ``--pair sampled``
-and ``engine-search`` need the file ``.autotune/results/benchmarks.jsonl``, which ``benchmarks/published_prompts.py``
-writes. Also as ``python benchmarks/measure.py``; a set takes minutes, as listed.
+Words after ``--`` are added to the set's commands, with absolute paths. Also as ``python benchmarks/measure.py``.
+Everything takes about an hour.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import click
 
 from autotune.documents.contention import Contention
-from autotune.files import read_lines
+from autotune.files import append_line, read_json, read_lines
 from benchmarks.evidence import searches
-from benchmarks.evidence.result import RESULTS, ROOT, WORK, Result, Rows, load_result, path_of, stamped
+from benchmarks.evidence.result import RESULTS, ROOT, WORK, Result, Rows, load_result, stamped
 
-PAIRS = {
-    "digits": {"target": "digits/target", "budget": "5m", "table": "90s", "configurations": "12", "prompts": "8"},
-    "smollm2": {"target": "smollm2", "budget": "10m", "table": "90s", "configurations": "6", "prompts": "4"},
-}
-"""Bundled pairs: target, budgets of a default search and of a cost table; random configurations of every policy and
-prompts that test predictions.
-"""
-PUBLISHED = "benchmarks.jsonl"
-SEARCHES = {
-    **{name: ("--target", pair["target"], "--budget", pair["budget"]) for name, pair in PAIRS.items()},
-    "benchmarks": ("--target", "smollm2", "--workload", f"../../{PUBLISHED}", "--budget", "10m"),
-    "sampled": ("--target", "smollm2", "--workload", f"../../{PUBLISHED}", "--temperature", "1", "--budget", "10m"),
-}
-"""Searches that are measured: of the pairs, and of prompts that ``benchmarks/published_prompts.py`` writes, greedy and
-sampled.
-"""
-SECONDS = {"s": 1, "m": 60, "h": 3600}
+Samples = dict[str, Rows]
+
+TARGETS = {"digits": "digits/target", "smollm2": "smollm2"}
+PUBLISHED = ("--workload", "../benchmarks.jsonl")
+"""Prompts that ``benchmarks/published_prompts.py`` writes."""
+DRAFTS = tuple(word for name in ("star", "dream", "specvlm", "independent") for word in ("--draft", f"digits/{name}"))
+CONDITIONS = ["quiet"] * 5 + ["busy"] * 5 + ["bursts"] * 3
+"""Other processes beside each of the repeated searches (``benchmarks/default_searches.py``)."""
+STUDY = ".autotune/STUDY"
+"""Stands in commands for the folder of a study."""
 STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 
 
-def autotune(folder: Path, log: str, *arguments: str) -> float:
-    """Run a verb in a folder, whose output a log there keeps; returns the seconds that it took."""
-    return _run(folder, log, [sys.executable, "-m", "autotune", *arguments])
+class Collected(NamedTuple):
+    """What the finished commands of a set have left."""
+
+    samples: Samples
+    contention: Contention | None = None
+    note: str = ""
 
 
-def script(folder: Path, log: str, name: str, *arguments: str) -> float:
-    """Run a benchmark in a folder, likewise."""
-    return _run(folder, log, [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *arguments])
+class MeasuredSet(NamedTuple):
+    """How a result comes about."""
+
+    collect: Callable[[Path, Rows], Collected]
+    """From the set's folder, and a row with ``seconds`` and ``command`` for each command that ran there."""
+    derive: Callable[[Samples], Samples]
+    """The values that the samples give."""
+    commands: list[tuple[str, ...]]
+    """As a reader would type them, run in the set's folder one after the other."""
+    source: Literal["measured", "counted"] = "measured"
+    """Commands of sets that are counted do not run: the repository holds what they have written."""
+    study: str = ""
+    """The set whose profile and study the commands read, if not its own."""
 
 
-def _run(folder: Path, log: str, command: list[str]) -> float:
-    folder.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    began = time.monotonic()
-    with (folder / log).open("w") as file:
-        done = subprocess.run(command, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False)
-    if done.returncode != 0:
-        output = (folder / log).read_text()[-2000:]
-        raise click.ClickException(f"{' '.join(command[1:])} ended with {done.returncode}:\n{output}")
-    return time.monotonic() - began
-
-
-def is_there(name: str, again: bool) -> bool:
-    """Whether a result needs no measurement; says so."""
-    known = load_result(name)
-    skip = known is not None and known.source != "diary" and not again
-    busy = known is not None and known.contention is not None and known.contention.is_busy
-    found = f"is there{', measured beside other processes' if busy else ''}, skipped; --again measures it again"
-    click.echo(f"{name}: {found if skip else 'measuring'}")
-    return skip
-
-
-def pairs_of(pair: str | None) -> list[str]:
-    """The chosen pair, or all that are bundled here."""
-    return [pair] if pair else [name for name in PAIRS if (ROOT / "drafts" / name / "workload.jsonl").exists()]
-
-
-def study_of(pair: str) -> Path:
-    """Folder of the first default search of a pair, with its profile."""
-    folder = WORK / f"default-search-{pair}" / "1"
-    if not (folder / searches.PROFILE).exists():
-        raise click.ClickException(f"{pair}: no default search yet; run python -m benchmarks.measure default-searches")
-    return folder
-
-
-def study_folder(folder: Path) -> Path:
-    return next(path for path in (folder / ".autotune").iterdir() if any(path.glob("study*.json")))
-
-
-pair_option = click.option("--pair", type=click.Choice(list(PAIRS)), help="One pair. Left out: all that are bundled.")
-again_option = click.option("--again", is_flag=True, help="Measure what is there, too.")
-
-
-@click.group()
-def main() -> None:
-    """Measure the sets of results that figures and tables are made from."""
-
-
-@main.command("default-searches")
-@click.option("--pair", type=click.Choice(list(SEARCHES)), help="One pair. Left out: all that are bundled.")
-@again_option
-@click.option("--repeats", default=1, show_default=True, help="Searches of each pair, each from nothing.")
-@click.option("--budget", help="Budget of each search. Left out: that of the pair.")
-@click.option("--note", default="", help="What a reader must know, such as other processes.")
-def default_searches(pair: str | None, again: bool, repeats: int, budget: str | None, note: str) -> None:
-    """Default searches: speedups by task, predictions, and what each stage left."""
-    for name in pairs_of(pair):
-        *search, usual = SEARCHES[name]
-        result_name, chosen = f"default-search-{name}", budget or usual
-        known = load_result(result_name)
-        num_known = len(known.samples.get("searches", ())) if known else 0
-        if num_known >= repeats and not again:
-            click.echo(f"{result_name}: is there, skipped; --again measures it again")
-            continue
-        click.echo(f"{result_name}: measuring {repeats} searches of {chosen}")
-        work, tables = WORK / result_name, {}
-        arguments = ("search", *search, chosen, "-o", searches.PROFILE)
-        for number in range(1, repeats + 1):
-            folder = work / f"{number}"
-            if again and folder.exists() and (folder / searches.COMMAND).exists():
-                folder.rename(work / f"before-{time.time_ns()}")
-            if not (folder / searches.COMMAND).exists():
-                seconds = autotune(folder, searches.LOG, *arguments)
-                ran = {"seconds": round(seconds, 1), "budget_s": int(chosen[:-1]) * SECONDS[chosen[-1]]}
-                (folder / searches.COMMAND).write_text(json.dumps(ran))
-            for table, rows in searches.samples_of(folder, number).items():
-                tables.setdefault(table, []).extend(rows)
-            save_search(result_name, f"autotune {' '.join(arguments)}", tables, work / "1", note)
-
-
-def save_search(name: str, command: str, samples: dict[str, Rows], folder: Path, note: str) -> None:
-    """Write the result of searches, with the contention of the first one's real runs."""
+def collect_search(folder: Path, ran: Rows) -> Collected:
+    """Samples of a default search, with the contention of its real runs."""
     from autotune.documents.decoding_profile import DecodingProfile
 
-    profile = DecodingProfile.load(folder / searches.PROFILE)
-    minutes = sum(row["seconds"] for row in samples["searches"]) / 60
-    write(
-        stamped(
-            name,
-            command=command,
-            minutes=round(minutes, 1),
-            contention=profile.provenance.contention,
-            note=note,
-            samples=samples,
-            values=searches.values_of(samples),
-        )
-    )
+    contention = DecodingProfile.load(folder / searches.PROFILE).provenance.contention
+    return Collected(searches.samples_of(folder, ran[0]["command"], ran[0]["seconds"]), contention)
 
 
-@main.command("repeated-searches")
-@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
-def repeated_searches(files: tuple[Path, ...]) -> None:
-    """Collect searches of digits beside other processes, from FILES that ``benchmarks/default_searches.py --results``
-    has written.
-    """
-    samples = {"searches": [row for file in files for row in read_lines(file)]}
-    minutes = round(sum(row["seconds"] for row in samples["searches"]) / 60, 1)
-    command = "python benchmarks/default_searches.py CONDITION ... --results FILE"
-    values = repeated_values(samples)
-    write(stamped("repeated-searches-digits", command=command, minutes=minutes, samples=samples, values=values))
+def collect_repeated(folder: Path, _: Rows) -> Collected:
+    return Collected({"searches": read_lines(folder / "searches.jsonl")})
 
 
 DISTURBED = {
@@ -190,48 +89,32 @@ DISTURBED = {
 """Conditions of ``benchmarks/default_searches.py``."""
 
 
-def repeated_values(samples: dict[str, Rows]) -> dict[str, Rows]:
+def repeated_values(samples: Samples) -> Samples:
     """Speedups by condition, and predictions of the winners."""
-    found: dict[str, Rows] = {}
+    by_condition: dict[str, Rows] = {}
     for row in samples["searches"]:
-        found.setdefault(" ".join([DISTURBED[row["condition"]], row["arguments"]]).strip(), []).append(row)
+        by_condition.setdefault(" ".join([DISTURBED[row["condition"]], row["arguments"]]).strip(), []).append(row)
     columns = {"tuned": "tuned", "over_default": "over default", "prompts": "prompts", "budget_s": "of budget"}
     return {
         "searches": [
             {"condition": name, **{key: [round(row[column], 2) for row in rows] for key, column in columns.items()}}
-            for name, rows in found.items()
+            for name, rows in by_condition.items()
         ],
         "predictions": [
             {"label": name, **{key: round(row[key], 4) for key in ("predicted", "measured", "error")}}
-            for name, rows in found.items()
+            for name, rows in by_condition.items()
             for row in rows
         ],
     }
 
 
-@main.command()
-@pair_option
-@again_option
-def steps(pair: str | None, again: bool) -> None:
-    """Times of a step by its tokens, of the target and every draft."""
-    for name in pairs_of(pair):
-        if is_there(f"steps-{name}", again):
-            continue
-        folder, target = WORK / f"steps-{name}", PAIRS[name]["target"]
-        arguments = ("measure", "--target", target, "--budget", PAIRS[name]["table"], "-o", "pair.cost.json")
-        seconds = autotune(folder, "measure.log", *arguments)
-        command = f"autotune {' '.join(arguments)}"
-        write(steps_result(f"steps-{name}", folder / "pair.cost.json", command=command, minutes=round(seconds / 60, 1)))
-
-
-def steps_result(name: str, table_file: Path, **fields: Any) -> Result:
-    """The result of a cost table: measured points as samples, prices at the middle KV length as values."""
+def collect_steps(folder: Path, _: Rows) -> Collected:
+    """Measured points of a cost table, and its prices at the middle KV length."""
     from autotune.cost.table import CostTable
 
-    table = CostTable.load(table_file)
-    frame = table.to_dataframe().round(4)
-    samples = {"points": json.loads(frame.to_json(orient="records")), "prices": prices_of(table)}
-    return stamped(name, contention=table.provenance.contention, samples=samples, values=step_values(samples), **fields)
+    table = CostTable.load(folder / "pair.cost.json")
+    points = json.loads(table.to_dataframe().round(4).to_json(orient="records"))
+    return Collected({"points": points, "prices": prices_of(table)}, table.provenance.contention)
 
 
 def prices_of(table: Any) -> Rows:
@@ -259,47 +142,24 @@ def prices_of(table: Any) -> Rows:
     return rows
 
 
-def step_values(samples: dict[str, Rows]) -> dict[str, Rows]:
+def step_values(samples: Samples) -> Samples:
     """Prices, also in plain steps."""
     plain = samples["prices"][0]["ms"]
     return {"steps": [{**row, "plain_steps": round(row["ms"] / plain, 4)} for row in samples["prices"]]}
 
 
-@main.command()
-@pair_option
-@again_option
-@click.option("--configurations", type=int, help="Of every policy. Left out: those of the pair.")
-@click.option("--prompts", type=int, help="Left out: those of the pair.")
-def predictions(pair: str | None, again: bool, configurations: int | None, prompts: int | None) -> None:
-    """Random configurations of every policy: predicted against measured."""
-    for name in pairs_of(pair):
-        if is_there(f"predictions-{name}", again):
-            continue
-        folder = study_of(name)
-        counts = ["--configurations", str(configurations or PAIRS[name]["configurations"])]
-        counts += ["--prompts", str(prompts or PAIRS[name]["prompts"])]
-        arguments = [str(study_folder(folder)), *counts, "--table", "predictions.csv"]
-        seconds = script(folder, "predictions.log", "predictions", *arguments)
-        command = f"python benchmarks/predictions.py .autotune/STUDY {' '.join(counts)}"
-        samples = {"configurations": rows_of_csv(folder / "predictions.csv", PREDICTION_COLUMNS)}
-        values = prediction_values(samples)
-        write(
-            stamped(
-                f"predictions-{name}", command=command, minutes=round(seconds / 60, 1), samples=samples, values=values
-            )
-        )
+def collect_predictions(folder: Path, _: Rows) -> Collected:
+    columns = ["draft", "subnet", "policy", "predicted_speedup", "measured_speedup", "num_same", "num_prompts"]
+    return Collected({"configurations": rows_of_csv(folder / "predictions.csv", columns)})
 
 
-PREDICTION_COLUMNS = ("draft", "subnet", "policy", "predicted_speedup", "measured_speedup", "num_same", "num_prompts")
-
-
-def rows_of_csv(path: Path, columns: tuple[str, ...]) -> Rows:
+def rows_of_csv(path: Path, columns: list[str]) -> Rows:
     import pandas as pd
 
-    return json.loads(pd.read_csv(path)[list(columns)].round(4).to_json(orient="records"))
+    return json.loads(pd.read_csv(path)[columns].round(4).to_json(orient="records"))
 
 
-def prediction_values(samples: dict[str, Rows]) -> dict[str, Rows]:
+def prediction_values(samples: Samples) -> Samples:
     """Predictions with their errors, and a summary."""
     import numpy as np
     from scipy.stats import spearmanr
@@ -327,127 +187,13 @@ def prediction_values(samples: dict[str, Rows]) -> dict[str, Rows]:
     return {"summary": [summary], "predictions": rows}
 
 
-@main.command()
-@click.option("--pair", type=click.Choice(list(SEARCHES)), help="One pair. Left out: all that are bundled.")
-@again_option
-@click.option("--prompts", default=16, show_default=True)
-@click.option("--engine", "engines", nargs=3, multiple=True, help="Passed on, with paths from here.")
-def peers(pair: str | None, again: bool, prompts: int, engines: tuple[tuple[str, str, str], ...]) -> None:
-    """The profile beside transformers' own ways to decode, flashspec and serving engines, in one run."""
-    for name in pairs_of(pair):
-        if is_there(f"peers-{name}", again):
-            continue
-        folder = study_of(name)
-        arguments, search = [searches.PROFILE, "--prompts", f"{prompts}"], SEARCHES[name]
-        if "--workload" in search:  # a profile keeps the name alone
-            arguments += ["--workload", search[search.index("--workload") + 1]]
-        for engine, model, command in engines:
-            arguments += ["--engine", engine, str(Path(model).absolute()), command]
-        if again or not (folder / "peers.json").exists():
-            kept = ["--output", "peers.json", "--flashspec", str(WORK / "flashspec")]
-            script(folder, "peers.log", "peers", *arguments, *kept)
-        measured = json.loads((folder / "peers.json").read_text())
-        write(
-            stamped(
-                f"peers-{name}",
-                command=shlex.join(["python", "benchmarks/peers.py", *(word.rpartition("/")[2] for word in arguments)]),
-                minutes=round(measured["seconds"] / 60, 1),
-                contention=Contention.model_validate_json(json.dumps(measured["contention"])),
-                note=measured["note"],
-                samples={"runs": measured["runs"]},
-                values=peer_values({"runs": measured["runs"]}),
-            )
-        )
+def collect_peers(folder: Path, _: Rows) -> Collected:
+    measured = read_json(folder / "peers.json")
+    contention = Contention.model_validate_json(json.dumps(measured["contention"]))
+    return Collected({"runs": measured["runs"]}, contention, measured["note"])
 
 
-@main.command("engine-search")
-@click.argument("engine", type=click.Choice(["llama.cpp", "vllm"]))
-@click.argument("model")
-@click.argument("command")
-@click.option("--draft", help="A draft model beside the n-grams.")
-@click.option("--requests-at-once", type=int, multiple=True)
-@click.option("--name", "label", help="Of the results, if not the engine's.")
-@again_option
-def engine_search(
-    engine: str,
-    model: str,
-    command: str,
-    draft: str | None,
-    requests_at_once: tuple[int, ...],
-    label: str | None,
-    again: bool,
-) -> None:
-    """A search of a serving engine for MODEL with the prompts of ``benchmarks/published_prompts.py``; COMMAND starts
-    the engine.
-    """
-    name = f"engine-{label or engine}"
-    if is_there(name, again):
-        return
-    backend, words = f"{engine}={Path(model).absolute()}", ["search", "--workload", f"../{PUBLISHED}"]
-    words += ["--draft", draft] if draft else []
-    words += [word for number in requests_at_once for word in ("--requests-at-once", str(number))]
-    words += ["--max-new-tokens", "64", "--backend", backend, "--set", f"{engine}:command={command}"]
-    folder, seconds = WORK / name, None
-    if again or not (folder / searches.PROFILE).exists():
-        seconds = autotune(folder, searches.LOG, *words, "-o", searches.PROFILE)
-    from autotune.documents.decoding_profile import AR, DecodingProfile
-
-    profile = DecodingProfile.load(folder / searches.PROFILE)
-    assert profile.evidence.engine is not None, "an engine was tuned"
-    settings = {one.label: one for one in profile.evidence.engine.predicted}
-    counts = profile.evidence.engine.as_predicted
-    arms = [
-        {
-            "engine": label or engine,
-            "role": "off" if arm.name == AR else "default" if settings[arm.name].is_default else "searched",
-            "label": "off" if arm.name == AR else arm.name,
-            "predicted": arm.predicted_speedup or 1.0,
-            "measured": arm.speedup,
-            "ci95": arm.ci95,
-            "tokens_per_step": arm.tokens_per_round or 1.0,
-            "exact": counts.get(arm.name, (None, 0))[0],
-            "prompts": arm.num_prompts,
-        }
-        for arm in profile.evidence.compared
-    ]
-    speculation = profile.point.deployment and profile.point.deployment.speculation
-    samples = {"arms": arms, "verdict": [{"recommended": speculation and speculation.label}]}
-    write(
-        stamped(
-            name,
-            command=shlex.join(
-                [
-                    "autotune",
-                    *(word if word == draft and not Path(word).exists() else word.rpartition("/")[2] for word in words),
-                ]
-            ),
-            minutes=seconds and round(seconds / 60, 1),
-            samples=samples,
-            values=engine_values(samples),
-        )
-    )
-
-
-def engine_values(samples: dict[str, Rows]) -> dict[str, Rows]:
-    """The settings that ran in turns on held-out prompts, with their speedups over no speculation."""
-    recommended = samples["verdict"][0]["recommended"]
-    return {
-        "arms": [
-            {
-                **{key: arm[key] for key in ("engine", "role", "label", "exact", "prompts")},
-                "is_recommended": arm["label"] == recommended,
-                "speedup": round(arm["measured"], 4),
-                "low": round(arm["ci95"][0], 4),
-                "high": round(arm["ci95"][1], 4),
-                "predicted": round(arm["predicted"], 4),
-                "tokens_per_step": round(arm["tokens_per_step"], 4),
-            }
-            for arm in samples["arms"]
-        ]
-    }
-
-
-def peer_values(samples: dict[str, Rows]) -> dict[str, Rows]:
+def peer_values(samples: Samples) -> Samples:
     """Speedups of every arm over plain decoding, without and with the prefill, and how many outputs are the same."""
     runs = samples["runs"]
     rows: Rows = []
@@ -471,137 +217,256 @@ def peer_values(samples: dict[str, Rows]) -> dict[str, Rows]:
     return {"peers": rows}
 
 
-@main.command()
-@again_option
-def dimensions(again: bool) -> None:
-    """What each dimension of the search space is worth, on digits: a search of the space ``full``, then the
-    ablation.
-    """
-    name = "dimensions-digits"
-    if is_there(name, again):
-        return
-    folder = WORK / name
-    drafts = [word for draft in ("star", "dream", "specvlm", "independent") for word in ("--draft", f"digits/{draft}")]
-    if not (folder / searches.PROFILE).exists():
-        autotune(folder, searches.LOG, "search", *drafts, "--space", "full", "--budget", "15m", "-o", searches.PROFILE)
-    seconds = script(folder, "dimensions.log", "dimensions", str(study_folder(folder)), *drafts, "--table", "rows.csv")
-    columns = ("dimensions", "configuration", "predicted", "measured", "low", "high")
-    samples = {"arms": rows_of_csv(folder / "rows.csv", columns)}
-    command = f"python benchmarks/dimensions.py .autotune/STUDY {' '.join(drafts)}"
-    write(
-        stamped(
-            name, command=command, minutes=round(seconds / 60, 1), samples=samples, values={"arms": samples["arms"]}
-        )
-    )
+def collect_engine(folder: Path, _: Rows) -> Collected:
+    """Settings that ran in turns on held-out prompts, and the one that the profile deploys."""
+    from autotune.documents.decoding_profile import AR, DecodingProfile
+
+    profile = DecodingProfile.load(folder / searches.PROFILE)
+    assert profile.evidence.engine is not None, "an engine was tuned"
+    defaults = {settings.label for settings in profile.evidence.engine.predicted if settings.is_default}
+    counts = profile.evidence.engine.as_predicted
+    arms = [
+        {
+            "engine": folder.name.removeprefix("engine-"),
+            "role": "off" if arm.name == AR else "default" if arm.name in defaults else "searched",
+            "label": "off" if arm.name == AR else arm.name,
+            "predicted": arm.predicted_speedup or 1.0,
+            "measured": arm.speedup,
+            "ci95": arm.ci95,
+            "tokens_per_step": arm.tokens_per_round or 1.0,
+            "exact": counts.get(arm.name, (None, 0))[0],
+            "prompts": arm.num_prompts,
+        }
+        for arm in profile.evidence.compared
+    ]
+    speculation = profile.point.deployment and profile.point.deployment.speculation
+    return Collected({"arms": arms, "verdict": [{"recommended": speculation and speculation.label}]})
 
 
-@main.command()
-def acceptance() -> None:
-    """Collect acceptance by depth of the bundled drafts, which their cards hold."""
-    rows: Rows = []
-    for pair in pairs_of(None):
-        for path in sorted((ROOT / "drafts" / pair).glob("*/acceptance.jsonl")):
-            rows += acceptance_rows(pair, path)
-    samples = {"drafts": rows}
-    if rows:
-        command = "python benchmarks/draft_cards.py measure drafts/PAIR/DRAFT"
-        write(
-            stamped(
-                "acceptance",
-                source="counted",
-                command=command,
-                machine="any",
-                versions={},
-                samples=samples,
-                values={"drafts": rows},
-            )
-        )
+def engine_values(samples: Samples) -> Samples:
+    """The settings that ran in turns on held-out prompts, with their speedups over no speculation."""
+    recommended = samples["verdict"][0]["recommended"]
+    return {
+        "arms": [
+            {
+                **{key: arm[key] for key in ("engine", "role", "label", "exact", "prompts")},
+                "is_recommended": arm["label"] == recommended,
+                "speedup": round(arm["measured"], 4),
+                "low": round(arm["ci95"][0], 4),
+                "high": round(arm["ci95"][1], 4),
+                "predicted": round(arm["predicted"], 4),
+                "tokens_per_step": round(arm["tokens_per_step"], 4),
+            }
+            for arm in samples["arms"]
+        ]
+    }
 
 
-def acceptance_rows(pair: str, path: Path) -> Rows:
+def collect_dimensions(folder: Path, _: Rows) -> Collected:
+    columns = ["dimensions", "configuration", "predicted", "measured", "low", "high"]
+    return Collected({"arms": rows_of_csv(folder / "rows.csv", columns)})
+
+
+def collect_acceptance(*_: object) -> Collected:
+    """Acceptance by depth of the bundled drafts, which their cards hold."""
+    paths = sorted((ROOT / "drafts").glob("*/*/acceptance.jsonl"))
+    return Collected({"drafts": [row for path in paths for row in acceptance_rows(path)]})
+
+
+def acceptance_rows(path: Path) -> Rows:
     """Acceptance of the whole draft at temperature 0, without ablations: of a draft's measurements the last one for its
     present weights.
     """
-    whole = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     whole = [
         row
-        for row in whole
+        for row in read_lines(path)
         if not row["label"] and not row.get("temperature")
         if row["subnet"].get("visual_keep", 1.0) == 1.0 and len(row["subnet"]) <= 1
     ]
     shown = ("sha256", "parameters", "prompts", "identical", "tokens_per_round", "by_task", "by_depth")
-    return [
-        {"pair": pair, "draft": path.parent.name, **{key: row[key] for key in shown if key in row}}
-        for row in whole[-1:]
-    ]
+    names = {"pair": path.parts[-3], "draft": path.parts[-2]}
+    return [{**names, **{key: row[key] for key in shown if key in row}} for row in whole[-1:]]
 
 
-@main.command()
-def published() -> None:
-    """Estimates from datasheets against speedups that papers published: seconds, nothing is timed."""
+def published_values(_: Samples) -> Samples:
+    """Estimates from datasheets against speedups that papers published; nothing is timed."""
     import numpy as np
 
     from autotune.cost import roofline
     from benchmarks import published_speedups
 
     pairs, inputs = published_speedups.load()
-    found = published_speedups.predictions(pairs, inputs, roofline.LAYERS_OUTSIDE)
-    frame = pairs.assign(size=np.abs(found / pairs.speedup - 1))
+    estimates = published_speedups.predictions(pairs, inputs, roofline.LAYERS_OUTSIDE)
+    frame = pairs.assign(size=np.abs(estimates / pairs.speedup - 1))
     groups = frame.groupby(["paper", "device"], sort=False)["size"]
     papers = [
         {"paper": paper, "device": device, "pairs": len(sizes), "median_error": round(float(sizes.median()), 4)}
         for (paper, device), sizes in groups
     ]
     summary = {"pairs": len(frame), "median_error": round(float(frame["size"].median()), 4)}
-    write(
-        stamped(
-            "published-estimates",
-            source="counted",
-            command="python benchmarks/published_speedups.py",
-            machine="any",
-            versions={},
-            values={"summary": [summary], "papers": papers},
-        )
-    )
+    return {"summary": [summary], "papers": papers}
 
 
-def derived(result: Result) -> dict[str, Rows] | None:
+def search_of(target: str, budget: str, *more: str) -> MeasuredSet:
+    """A default search, from nothing."""
+    command = ("autotune", "search", "--target", target, "--budget", budget, *more, "-o", searches.PROFILE)
+    return MeasuredSet(collect_search, searches.values_of, [command])
+
+
+def steps_of(target: str) -> MeasuredSet:
+    command = ("autotune", "measure", "--target", target, "--budget", "90s", "-o", "pair.cost.json")
+    return MeasuredSet(collect_steps, step_values, [command])
+
+
+def predictions_of(pair: str, configurations: str, prompts: str) -> MeasuredSet:
+    """Random configurations of every policy, predicted and measured."""
+    counts = ("--configurations", configurations, "--prompts", prompts)
+    command = ("python", "benchmarks/predictions.py", STUDY, *counts, "--table", "predictions.csv")
+    return MeasuredSet(collect_predictions, prediction_values, [command], study=f"default-search-{pair}")
+
+
+def peers_of(pair: str, *workload: str) -> MeasuredSet:
+    """The profile beside transformers' own ways to decode, flashspec and serving engines, in one run."""
+    files = ("--flashspec", str(WORK / "flashspec"), "--output", "peers.json")
+    command = ("python", "benchmarks/peers.py", searches.PROFILE, *workload, *files)
+    return MeasuredSet(collect_peers, peer_values, [command], study=f"default-search-{pair}")
+
+
+ENGINE_SEARCH = MeasuredSet(
+    collect_engine,
+    engine_values,
+    [("autotune", "search", *PUBLISHED, "--max-new-tokens", "64", "-o", searches.PROFILE)],
+)
+
+
+SETS = {
+    "acceptance": MeasuredSet(
+        collect_acceptance, dict, [("python", "benchmarks/draft_cards.py", "measure", "drafts/PAIR/DRAFT")], "counted"
+    ),
+    "published-estimates": MeasuredSet(
+        lambda *_: Collected({}), published_values, [("python", "benchmarks/published_speedups.py")], "counted"
+    ),
+    "default-search-digits": search_of("digits", "5m"),
+    "default-search-smollm2": search_of("smollm2", "10m"),
+    "default-search-benchmarks": search_of("smollm2", "10m", *PUBLISHED),
+    "default-search-sampled": search_of("smollm2", "10m", *PUBLISHED, "--temperature", "1"),
+    "steps-digits": steps_of("digits"),
+    "steps-smollm2": steps_of("smollm2"),
+    "predictions-digits": predictions_of("digits", "12", "8"),
+    "predictions-smollm2": predictions_of("smollm2", "6", "4"),
+    "peers-digits": peers_of("digits"),
+    "peers-smollm2": peers_of("smollm2"),
+    "peers-benchmarks": peers_of("benchmarks", *PUBLISHED),
+    "dimensions-digits": MeasuredSet(
+        collect_dimensions,
+        dict,
+        [
+            ("autotune", "search", *DRAFTS, "--space", "full", "--budget", "15m", "-o", searches.PROFILE),
+            ("python", "benchmarks/dimensions.py", STUDY, *DRAFTS, "--table", "rows.csv"),
+        ],
+    ),
+    "repeated-searches-digits": MeasuredSet(
+        collect_repeated,
+        repeated_values,
+        [
+            ("python", "benchmarks/default_searches.py", condition, "--results", "searches.jsonl")
+            for condition in CONDITIONS
+        ],
+    ),
+    **{name: ENGINE_SEARCH for name in ("engine-llama.cpp", "engine-llama.cpp-bf16", "engine-vllm")},
+}
+"""Sets by the names of their results."""
+IN_ALL = [name for name in SETS if not name.startswith(("dimensions", "repeated", "engine"))]
+
+
+def derived(result: Result) -> Samples | None:
     """The values that a result's samples give; None for those without samples."""
-    derive: dict[str, Callable[[dict[str, Rows]], dict[str, Rows]]] = {
-        "default-search": searches.values_of,
-        "repeated-searches": repeated_values,
-        "steps": step_values,
-        "predictions": prediction_values,
-        "peers": peer_values,
-        "engine": engine_values,
-        "dimensions": lambda samples: {"arms": samples["arms"]},
-        "acceptance": lambda samples: {"drafts": samples["drafts"]},
-    }
-    if not result.samples:
-        return None
-    return derive[next(kind for kind in derive if result.name.startswith(kind))](result.samples)
+    return SETS[result.name].derive(result.samples) if result.samples else None
 
 
-def write(result: Result) -> None:
+def measure(name: str, added: tuple[str, ...], again: bool) -> None:
+    """Run the commands of a set that have not run yet, and write its result."""
+    measured_set, folder = SETS[name], WORK / name
+    search = WORK / (measured_set.study or name)
+    if measured_set.study and not (search / searches.PROFILE).exists():
+        raise click.ClickException(f"first run python -m benchmarks.measure {measured_set.study}")
+    marks = folder / "ran.jsonl"
+    if again and len(read_lines(marks)) == len(measured_set.commands):
+        folder.rename(WORK / f"{name}-before-{time.time_ns()}")
+    if measured_set.source == "measured":
+        for command in measured_set.commands[len(read_lines(marks)) :]:
+            words = [*command, *added]
+            seconds = run(folder, words, search)
+            append_line(marks, {"command": words, "seconds": round(seconds, 1)})
+    ran = read_lines(marks)
+    collected = measured_set.collect(folder, ran)
+    words = ran[-1]["command"] if ran else measured_set.commands[-1]
+    fields: dict[str, Any] = collected._asdict() | {"values": measured_set.derive(collected.samples)}
+    if measured_set.source == "measured":
+        fields["minutes"] = round(sum(row["seconds"] for row in ran) / 60, 1)
+    else:
+        fields |= {"source": "counted", "machine": "any", "versions": {}}
     RESULTS.mkdir(exist_ok=True)
-    result.save(path_of(result.name))
-    click.echo(f"{path_of(result.name).relative_to(ROOT)} written")
+    stamped(name, command=without_folders(words), **fields).save(RESULTS / f"{name}.json")
+    click.echo(f"{name}: written")
 
 
-@main.command("all")
-@again_option
-@click.option("--repeats", default=3, show_default=True, help="Default searches of each pair.")
-@click.option("--with-dimensions", is_flag=True, help="Also what each dimension is worth: 50 minutes more.")
-@click.pass_context
-def measure_all(context: click.Context, again: bool, repeats: int, with_dimensions: bool) -> None:
-    """Every set, one after the other: about two hours for both pairs on two quiet cores."""
-    context.invoke(acceptance)
-    context.invoke(published)
-    context.invoke(default_searches, again=again, repeats=repeats)
-    for command in (steps, predictions, peers):
-        context.invoke(command, again=again)
-    if with_dimensions:
-        context.invoke(dimensions, again=again)
+def without_folders(words: list[str]) -> str:
+    """A command line in which absolute paths keep their last part."""
+    return shlex.join(re.sub(r"(^|[ =])/\S*/", r"\1", word) for word in words)
+
+
+def run(folder: Path, words: list[str], search: Path) -> float:
+    """Run a command in a folder, whose output ``VERB.log`` or ``SCRIPT.log`` there keeps; returns the seconds that it
+    took. The profile and the study that it names are those of ``search``.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / f"{Path(words[1]).stem}.log"
+    places = {searches.PROFILE: str(search / searches.PROFILE), STUDY: str(search / STUDY)}
+    if STUDY in words:
+        places[STUDY] = str(searches.study_folder(search))
+    program = ["-m", "autotune", words[1]] if words[0] == "autotune" else [str(ROOT / words[1])]
+    command = [sys.executable, *program, *(places.get(word, word) for word in words[2:])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    began = time.monotonic()
+    with log.open("a") as file:
+        done = subprocess.run(command, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False)
+    if done.returncode != 0:
+        raise click.ClickException(f"{shlex.join(words)} ended with {done.returncode}:\n{log.read_text()[-2000:]}")
+    return time.monotonic() - began
+
+
+@click.command()
+@click.argument("name", type=click.Choice(["all", *SETS]), metavar="NAME")
+@click.argument("added", nargs=-1)
+@click.option("--again", is_flag=True, help="Measure what is there, too.")
+def main(name: str, added: tuple[str, ...], again: bool) -> None:
+    """Measure the set NAME of results that figures and tables are made from.
+
+    \b
+    all                       the first four kinds, about an hour
+    acceptance                seconds: collects drafts/*/*/acceptance.jsonl
+    published-estimates       seconds: estimates from datasheets against papers
+    default-search-PAIR       7 minutes for digits; 12 for smollm2, benchmarks, sampled
+    steps-PAIR                3 minutes
+    predictions-PAIR          15 minutes, after the pair's default search
+    peers-PAIR                10 minutes, after the pair's default search
+    dimensions-digits         50 minutes
+    repeated-searches-digits  70 minutes: searches beside other processes
+    engine-NAME               10 minutes, for llama.cpp, llama.cpp-bf16, vllm; needs make engines
+
+    PAIR is digits, smollm2, benchmarks or sampled; the last two need the file .autotune/results/benchmarks.jsonl,
+    which benchmarks/published_prompts.py writes.
+    """
+    for chosen in IN_ALL if name == "all" else [name]:
+        known = load_result(chosen)
+        if known is not None and known.source != "diary" and not again:
+            busy = known.contention is not None and known.contention.is_busy
+            beside = ", measured beside other processes" if busy else ""
+            click.echo(f"{chosen}: is there{beside}, skipped; --again measures it again")
+        else:
+            click.echo(f"{chosen}: measuring")
+            measure(chosen, added, again)
 
 
 if __name__ == "__main__":

@@ -269,206 +269,108 @@ def _new_gemma4_processor(**sizes: int) -> Any:
 
 # -------- models
 
-
-def _text(num_layers: int, **options: Any) -> dict[str, Any]:
-    """Options of all text configs: four query heads and two key-value heads."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    special = {"pad_token_id": token_id(PAD), "bos_token_id": token_id(BOS), "eos_token_id": token_id(EOS)}
-    common = {"num_hidden_layers": num_layers, "vocab_size": VOCABULARY_SIZE, "max_position_embeddings": 4096}
-    return {**sizes, **special, **common, **options}
-
-
-def _alternating(num_layers: int) -> list[str]:
-    """Layer types; a draft of two layers has both."""
-    return [("sliding_attention", "full_attention")[index % 2] for index in range(num_layers)]
-
-
-def _llama(num_layers: int, **options: Any) -> hf.LlamaConfig:
-    return hf.LlamaConfig(**_text(num_layers, **options))
-
-
-def _mistral(num_layers: int, **options: Any) -> hf.MistralConfig:
-    return hf.MistralConfig(**_text(num_layers, **{"sliding_window": None, **options}))
-
-
-def _gemma3_text(num_layers: int, **options: Any) -> hf.Gemma3TextConfig:
-    sizes = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": WINDOW}
-    return hf.Gemma3TextConfig(**_text(num_layers, **sizes, layer_types=_alternating(num_layers), **options))
-
-
-def _gemma4_text(num_layers: int, **options: Any) -> hf.Gemma4TextConfig:
-    """Heads of full layers are larger, tokens have an embedding for every layer, and the target's last two layers read
-    the keys and values of the two before.
-    """
-    sizes = {"head_dim": 8, "global_head_dim": 16, "sliding_window": WINDOW, "layer_types": _alternating(num_layers)}
-    embeddings = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY_SIZE}
-    shared = {"num_kv_shared_layers": num_layers - DRAFT_LAYERS}
-    return hf.Gemma4TextConfig(**_text(num_layers, **sizes, **{**embeddings, **shared, **options}))
-
-
-GEMMA4_LARGE = {
+TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+PATCHES = {"image_size": SIDE, "patch_size": PATCH}
+SLIDING = ("sliding_attention", "full_attention")
+LINEAR = ("linear_attention", "full_attention")
+"""Kinds of layers that alternate: a draft of two layers has both."""
+GATED_DELTA_NET = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},  # two share a key head
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "layer_types": LINEAR},
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 32}
+MAMBA2 = {
+    **{"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_expand": 2, "mamba_n_groups": 1},
+    "mamba_chunk_size": 8,  # tokens; a chain may span several
+}
+QWEN3_ROPE = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+QWEN3_5_TEXT = {"head_dim": 32, "rope_parameters": {**QWEN3_ROPE, "partial_rotary_factor": 0.5}, **GATED_DELTA_NET}
+"""A quarter of a head is rotated."""
+QWEN_TOWER = {"depth": 2, "num_heads": 4, "patch_size": 4}  # patches are merged in pairs of rows, columns, frames
+QWEN3_TOWER = {
+    **{**QWEN_TOWER, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 32},
+    "num_position_embeddings": 36,
+}
+DEEPSTACK = {"deepstack_visual_indexes": [0, 1]}  # both layers' features are added to the first two text layers
+SIGLIP = {**TOWER, "vision_use_head": False}
+GEMMA4_SIZES = {"head_dim": 8, "global_head_dim": 16, "sliding_window": WINDOW, "layer_types": SLIDING}
+"""Heads of full layers are larger."""
+SOFTCAPPED = {"final_logit_softcapping": 12.0}
+LARGE = {
     **{"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
     **{"attention_k_eq_v": True, "num_global_key_value_heads": 1},
     **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
 }
-"""Keys of full layers are their values, and feed-forward layers have experts."""
-TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+"""The large form of Gemma 4: keys of full layers are their values, and feed-forward layers have experts."""
 LLAMA3_ROPE = {
     **{"rope_type": "llama3", "rope_theta": 10_000.0, "original_max_position_embeddings": 64},
     **{"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }
-
-
-def _clip() -> hf.CLIPVisionConfig:
-    return hf.CLIPVisionConfig(**TOWER, image_size=SIDE, patch_size=PATCH)
-
-
-def _llava(num_layers: int) -> PreTrainedModel:
-    return hf.LlavaForConditionalGeneration(
-        hf.LlavaConfig(
-            vision_config=_clip(),
-            text_config=_llama(num_layers),
-            image_token_id=token_id("<image>"),
-            image_seq_length=(SIDE // PATCH) ** 2,
-        )
-    )
-
-
-def _on_pixtral(model: Any, config: Any, num_layers: int, **options: Any) -> PreTrainedModel:
-    text, vision = _mistral(num_layers, head_dim=16), hf.PixtralVisionConfig(**TOWER, image_size=64, patch_size=PATCH)
-    return model(config(vision_config=vision, text_config=text, image_token_id=token_id("[IMG]"), **options))
-
-
-def _llava_pixtral(num_layers: int) -> PreTrainedModel:
-    options = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
-    return _on_pixtral(hf.LlavaForConditionalGeneration, hf.LlavaConfig, num_layers, **options)
-
-
-def _mistral3(num_layers: int) -> PreTrainedModel:
-    options = {"spatial_merge_size": 2, "tie_word_embeddings": False}
-    return _on_pixtral(hf.Mistral3ForConditionalGeneration, hf.Mistral3Config, num_layers, **options)
-
-
-def _llava_next(text: Any) -> PreTrainedModel:
-    return hf.LlavaNextForConditionalGeneration(
-        hf.LlavaNextConfig(
-            vision_config=_clip(),
-            text_config=text,
-            image_token_id=token_id("<image>"),
-            image_grid_pinpoints=TILINGS,
-            tie_word_embeddings=text.tie_word_embeddings,
-        )
-    )
-
-
-def _onevision(num_layers: int) -> PreTrainedModel:
-    return hf.LlavaOnevisionForConditionalGeneration(
-        hf.LlavaOnevisionConfig(
-            vision_config=hf.SiglipVisionConfig(**TOWER, image_size=SIDE, patch_size=PATCH, vision_use_head=False),
-            text_config=hf.Qwen2Config(**_text(num_layers, tie_word_embeddings=True)),
-            image_token_id=token_id("<image>"),
-            video_token_id=token_id("<video>"),
-            image_grid_pinpoints=[[SIDE, SIDE], *TILINGS],
-            tie_word_embeddings=True,
-        )
-    )
-
-
-def _qwen_vl(model: Any, config: Any, text: Mapping[str, Any], vision: Mapping[str, Any], *, tied: bool) -> Any:
-    """A model of the Qwen-VL family."""
-    return model(
-        config(
-            text_config={**text, "tie_word_embeddings": tied},
-            # Patches are merged in pairs of rows, columns, frames.
-            vision_config={"depth": 2, "num_heads": 4, "patch_size": 4, **vision},
-            **{f"{name}_token_id": token_id(f"<|{name}_pad|>") for name in ("image", "video")},
-            **{f"{name}_token_id": token_id(f"<|{name}|>") for name in ("vision_start", "vision_end")},
-            tie_word_embeddings=tied,
-        )
-    )
-
-
-def _qwen2_vl(num_layers: int) -> PreTrainedModel:
-    text = _text(num_layers, rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]})
-    vision = {"embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2}
-    return _qwen_vl(hf.Qwen2VLForConditionalGeneration, hf.Qwen2VLConfig, text, vision, tied=True)
-
-
-def _qwen2_5_vl(num_layers: int) -> PreTrainedModel:
-    sizes = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1}
-    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
-    vision = {
-        **{"hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 48},
-        **{"window_size": 16, "fullatt_block_indexes": [1], "tokens_per_second": 2},  # pixels: 2 x 2 merged patches
-    }
-    text = _text(num_layers, **sizes, rope_parameters=rope)
-    return _qwen_vl(hf.Qwen2_5_VLForConditionalGeneration, hf.Qwen2_5_VLConfig, text, vision, tied=False)
-
-
-QWEN3_ROPE = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-QWEN3_VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "out_hidden_size": 32,
-    "num_position_embeddings": 36,
-    "deepstack_visual_indexes": [0, 1],  # both layers' features are added to the first two text layers
+SMALL: dict[type, dict[str, Any]] = {
+    hf.MistralConfig: {"sliding_window": None},
+    hf.Qwen3Config: {"head_dim": 16},
+    hf.Gemma3TextConfig: {
+        **{"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": WINDOW, "layer_types": SLIDING}
+    },
+    hf.Gemma4TextConfig: {  # an embedding of every token for every layer
+        **{**GEMMA4_SIZES, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY_SIZE},
+        "num_kv_shared_layers": True,
+    },
+    hf.Gemma4UnifiedTextConfig: {
+        **{**GEMMA4_SIZES, "num_global_key_value_heads": 1, "use_bidirectional_attention": "vision"}
+    },
+    hf.Qwen2VLTextConfig: {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]}},
+    hf.Qwen2_5_VLTextConfig: {
+        **{"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+    },
+    hf.Qwen3VLTextConfig: {"head_dim": 16, "rope_parameters": QWEN3_ROPE},
+    hf.Qwen3VLMoeTextConfig: {"head_dim": 16, "rope_parameters": QWEN3_ROPE, **EXPERTS},
+    hf.Qwen3NextConfig: {"head_dim": 16, **GATED_DELTA_NET, **SHARED_EXPERT},
+    hf.Qwen3_5TextConfig: QWEN3_5_TEXT,
+    hf.Qwen3_5MoeTextConfig: {**QWEN3_5_TEXT, **SHARED_EXPERT},
+    hf.Lfm2Config: {"layer_types": ("conv", "full_attention"), "tie_word_embeddings": False},
+    hf.GraniteMoeHybridConfig: {
+        **{**MAMBA2, "layer_types": LINEAR, "shared_intermediate_size": 64, "num_local_experts": 4},
+        **{"num_experts_per_tok": 2, "logits_scaling": 0.5, "embedding_multiplier": 1.5, "tie_word_embeddings": False},
+    },
+    hf.FalconH1Config: {  # a state and attention in every layer
+        **{**MAMBA2, "head_dim": 8, "mamba_d_ssm": 64, "lm_head_multiplier": 0.5, "tie_word_embeddings": False}
+    },
+    hf.CLIPVisionConfig: {**TOWER, **PATCHES},
+    hf.PixtralVisionConfig: {**TOWER, "image_size": 64, "patch_size": PATCH},
+    hf.Gemma4VisionConfig: {
+        **{**TOWER, "num_key_value_heads": 4, "head_dim": 8, "patch_size": 4, "position_embedding_size": 256}
+    },
+    hf.Gemma4UnifiedVisionConfig: {"patch_size": 4, "mm_embed_dim": 32, "mm_posemb_size": 128, "output_proj_dims": 32},
+    hf.LlavaNextConfig: {"image_grid_pinpoints": TILINGS},
+    hf.LlavaOnevisionConfig: {"image_grid_pinpoints": [[SIDE, SIDE], *TILINGS]},
+    hf.Mistral3Config: {"spatial_merge_size": 2},
+    hf.Idefics3Config: {"scale_factor": 2},
+    hf.SmolVLMConfig: {"scale_factor": 2},
+    hf.Gemma3Config: {"mm_tokens_per_image": 16},  # with bidirectional attention, and more than the window
+    hf.Gemma4Config: {"audio_config": None},
+    hf.Gemma4UnifiedConfig: {"audio_config": None},
 }
+"""Small sizes of a config's class, beside those of all text models."""
 
 
-def _qwen3_vl(num_layers: int) -> PreTrainedModel:
-    text = _text(num_layers, head_dim=16, rope_parameters=QWEN3_ROPE)
-    return _qwen_vl(hf.Qwen3VLForConditionalGeneration, hf.Qwen3VLConfig, text, QWEN3_VISION, tied=True)
+def text_sizes(num_layers: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a text config: four query heads and two key-value heads, unless ``options`` say otherwise.
 
-
-def _qwen3_vl_moe(num_layers: int) -> PreTrainedModel:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    text = _text(num_layers, head_dim=16, rope_parameters=QWEN3_ROPE, **experts)
-    return _qwen_vl(hf.Qwen3VLMoeForConditionalGeneration, hf.Qwen3VLMoeConfig, text, QWEN3_VISION, tied=False)
-
-
-def _idefics3(model: Any, config: Any, num_layers: int, *, tied: bool = False, **options: Any) -> PreTrainedModel:
-    text = _llama(num_layers, tie_word_embeddings=tied, **options)
-    vision = {**TOWER, "image_size": 32, "patch_size": 8}
-    tokens = {"image_token_id": token_id("<image>"), "pad_token_id": token_id(PAD)}
-    return model(config(vision_config=vision, text_config=text, scale_factor=2, tie_word_embeddings=tied, **tokens))
-
-
-def _gemma3(num_layers: int) -> PreTrainedModel:
-    return hf.Gemma3ForConditionalGeneration(
-        hf.Gemma3Config(
-            vision_config=hf.SiglipVisionConfig(**TOWER, image_size=32, patch_size=4, vision_use_head=False),
-            text_config=_gemma3_text(num_layers),
-            mm_tokens_per_image=16,  # with bidirectional attention, and more than the window
-            image_token_id=token_id("<image_soft_token>"),
-            boi_token_id=token_id("<start_of_image>"),
-            eoi_token_id=token_id("<end_of_image>"),
-        )
-    )
-
-
-def _gemma4(num_layers: int, **options: Any) -> PreTrainedModel:
-    tower = {**TOWER, "num_key_value_heads": 4, "head_dim": 8, "patch_size": 4, "position_embedding_size": 256}
-    text = _gemma4_text(num_layers, final_logit_softcapping=12.0, **options)
-    vision = hf.Gemma4VisionConfig(**tower)
-    return hf.Gemma4ForConditionalGeneration(
-        hf.Gemma4Config(vision_config=vision, text_config=text, audio_config=None, **_gemma4_tokens())
-    )
-
-
-def _gemma4_unified(num_layers: int) -> PreTrainedModel:
-    """Without a vision tower: patches are projected."""
-    sizes = {"head_dim": 8, "global_head_dim": 16, "sliding_window": WINDOW, "layer_types": _alternating(num_layers)}
-    keys = {"num_global_key_value_heads": 1, "use_bidirectional_attention": "vision"}
-    text = hf.Gemma4UnifiedTextConfig(**_text(num_layers, **sizes, **keys, final_logit_softcapping=12.0))
-    vision = hf.Gemma4UnifiedVisionConfig(patch_size=4, mm_embed_dim=32, mm_posemb_size=128, output_proj_dims=32)
-    return hf.Gemma4UnifiedForConditionalGeneration(
-        hf.Gemma4UnifiedConfig(vision_config=vision, text_config=text, audio_config=None, **_gemma4_tokens())
-    )
-
-
-def _gemma4_tokens() -> dict[str, int]:
-    tokens = {"image": "<|image|>", "video": "<|video|>", "boi": "<|image>", "eoi": "<image|>"}
-    return {f"{name}_token_id": token_id(token) for name, token in tokens.items()}
+    Its ``layer_types`` are repeated; ``num_kv_shared_layers`` says that the layers which only a target has read the
+    keys and values of the layers before.
+    """
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    special = {"pad_token_id": token_id(PAD), "bos_token_id": token_id(BOS), "eos_token_id": token_id(EOS)}
+    common = {"num_hidden_layers": num_layers, "vocab_size": VOCABULARY_SIZE, "max_position_embeddings": 4096}
+    chosen = {**sizes, **special, **common, **options}
+    if "layer_types" in chosen:
+        chosen["layer_types"] = list(itertools.islice(itertools.cycle(chosen["layer_types"]), num_layers))
+    if chosen.get("num_kv_shared_layers"):
+        chosen["num_kv_shared_layers"] = num_layers - DRAFT_LAYERS
+    return chosen
 
 
 # -------- families
@@ -476,100 +378,219 @@ def _gemma4_tokens() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Family:
-    """``model``: makes random weights with that many text layers. ``placeholders``: text for an image or a video in a
-    prompt. ``processor_class``: class whose ``from_pretrained`` loads the processor.
-    """
+    """Random models of one class, their processor and what a prompt may hold."""
 
     name: str
-    model: Callable[[int], PreTrainedModel]
+    text: type
+    """Class of the text model's config."""
+    text_options: Mapping[str, Any] = field(default_factory=dict)
+    """Beside those of ``SMALL``."""
     processor: Callable[[], Any] = new_tokenizer
     processor_class: Callable[[], Any] = lambda: hf.AutoTokenizer
+    """Class whose ``from_pretrained`` loads the processor."""
     placeholders: Mapping[str, str] = field(default_factory=dict)
-    several_images: bool = False  # whether one prompt may hold several
+    """Text for an image or a video in a prompt."""
+    config: type | None = None
+    """Class of the config of a vision-language model."""
+    vision: type | None = None
+    """Class of the vision tower's config; None for one that the config chooses."""
+    vision_options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    tokens: Mapping[str, str] = field(default_factory=lambda: {"image": "<image>"})
+    """Special tokens by the beginning of the option that has their id."""
 
     @property
     def sees(self) -> tuple[str, ...]:
         return tuple(self.placeholders)
 
-
-def _vision(
-    name: str,
-    model: Callable[[int], PreTrainedModel],
-    processor: Callable[[], Any],
-    processor_class: Callable[[], Any] = lambda: hf.AutoProcessor,
-    *,
-    image: str = "<image>",
-    video: str | None = None,
-) -> Family:
-    placeholders = {"image": image} if video is None else {"image": image, "video": video}
-    return Family(name, model, processor, processor_class, placeholders, several_images=True)
-
-
-def _qwen(name: str, model: Callable[[int], PreTrainedModel], processor: Any) -> Family:
-    image, video = (f"<|vision_start|><|{sight}_pad|><|vision_end|>" for sight in ("image", "video"))
-    return _vision(name, model, lambda: _qwen_processor(processor), lambda: processor, image=image, video=video)
+    def model(self, num_layers: int) -> PreTrainedModel:
+        """Random weights with that many text layers."""
+        tied = {name: value for name, value in self.options.items() if name == "tie_word_embeddings"}
+        text = self.text(**text_sizes(num_layers, {**SMALL.get(self.text, {}), **self.text_options, **tied}))
+        if self.config is None:
+            return hf.AutoModelForCausalLM.from_config(text)
+        vision = {**SMALL.get(self.vision, {}), **self.vision_options}
+        tokens = {f"{name}_token_id": token_id(token) for name, token in self.tokens.items()}
+        config = self.config(
+            text_config=text,
+            vision_config=self.vision(**vision) if self.vision else vision,
+            **{**SMALL.get(self.config, {}), **tokens, **self.options},
+        )
+        return hf.AutoModelForImageTextToText.from_config(config)
 
 
+def _auto_processor() -> Any:
+    return hf.AutoProcessor
+
+
+IMAGE: dict[str, Any] = {"processor_class": _auto_processor, "placeholders": {"image": "<image>"}}
+IDEFICS3: dict[str, Any] = {
+    **{"vision_options": {**TOWER, "image_size": 32, "patch_size": 8}, "placeholders": {"image": "<image>"}},
+    **{"tokens": {"image": "<image>", "pad": PAD}},
+}
+PIXTRAL: dict[str, Any] = {
+    **{"text_options": {"head_dim": 16}, "vision": hf.PixtralVisionConfig, "processor_class": pixtral_processor},
+    **{"tokens": {"image": "[IMG]"}, "placeholders": {"image": "[IMG]"}},
+}
+LLAVA_NEXT: dict[str, Any] = {
+    **{**IMAGE, "processor": LLAVA_NEXT_PROCESSOR, "config": hf.LlavaNextConfig, "vision": hf.CLIPVisionConfig}
+}
+GEMMA4: dict[str, Any] = {
+    **{"processor_class": _gemma4_processor, "placeholders": {"image": "<|image|>"}},
+    "tokens": {"image": "<|image|>", "video": "<|video|>", "boi": "<|image>", "eoi": "<image|>"},
+}
+
+
+def _qwen(name: str, text: type, config: type, processor: Any, vision: Mapping[str, Any], *, tied: bool) -> Family:
+    """A model of the Qwen-VL family."""
+    pads = {sight: f"<|{sight}_pad|>" for sight in ("image", "video")}
+    return Family(
+        name,
+        text,
+        processor=partial(_qwen_processor, processor),
+        processor_class=lambda: processor,
+        placeholders={sight: f"<|vision_start|>{pad}<|vision_end|>" for sight, pad in pads.items()},
+        config=config,
+        vision_options=vision,
+        options={"tie_word_embeddings": tied},
+        tokens={**pads, "vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"},
+    )
+
+
+QWEN2_TOWER = {**QWEN_TOWER, "embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2}
+QWEN2_5_TOWER = {
+    **{**QWEN_TOWER, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 48},
+    **{"window_size": 16, "fullatt_block_indexes": [1], "tokens_per_second": 2},  # pixels: 2 x 2 merged patches
+}
 _ALL = (
-    Family("llama", lambda n: hf.LlamaForCausalLM(_llama(n))),
+    Family("llama", hf.LlamaConfig),
     Family(
         "llama_rope_scaled",
-        lambda n: hf.LlamaForCausalLM(
-            _llama(n, rope_parameters=LLAMA3_ROPE, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
-        ),
+        hf.LlamaConfig,
+        {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     ),
-    Family("mistral", lambda n: hf.MistralForCausalLM(_mistral(n, head_dim=16))),
-    Family("mistral_window", lambda n: hf.MistralForCausalLM(_mistral(n, sliding_window=WINDOW))),
-    Family("qwen2", lambda n: hf.Qwen2ForCausalLM(hf.Qwen2Config(**_text(n, tie_word_embeddings=True)))),
+    Family("mistral", hf.MistralConfig, {"head_dim": 16}),
+    Family("mistral_window", hf.MistralConfig, {"sliding_window": WINDOW}),
+    Family("qwen2", hf.Qwen2Config, {"tie_word_embeddings": True}),
     Family(
-        "qwen2_window",
-        lambda n: hf.Qwen2ForCausalLM(
-            hf.Qwen2Config(**_text(n, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1))
-        ),
+        "qwen2_window", hf.Qwen2Config, {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
     ),
-    Family("qwen3", lambda n: hf.Qwen3ForCausalLM(hf.Qwen3Config(**_text(n, head_dim=16)))),
-    Family("gemma3_text", lambda n: hf.Gemma3ForCausalLM(_gemma3_text(n, final_logit_softcapping=12.0))),
-    Family("gemma4_text", lambda n: hf.Gemma4ForCausalLM(_gemma4_text(n, final_logit_softcapping=12.0))),
-    Family("gemma4_text_large", lambda n: hf.Gemma4ForCausalLM(_gemma4_text(n, **GEMMA4_LARGE))),
-    _vision("llava", _llava, _llava_processor),
-    _vision("llava_pixtral", _llava_pixtral, lambda: _new_pixtral_processor(48, 1), pixtral_processor, image="[IMG]"),
-    _vision("llava_next_llama", lambda n: _llava_next(_llama(n)), LLAVA_NEXT_PROCESSOR),
-    _vision("llava_next_mistral", lambda n: _llava_next(_mistral(n, tie_word_embeddings=True)), LLAVA_NEXT_PROCESSOR),
-    _vision("llava_onevision", _onevision, _onevision_processor, lambda: ONEVISION_PROCESSOR, video="<video>"),
-    _qwen("qwen2_vl", _qwen2_vl, QWEN2_VL_PROCESSOR),
-    _qwen("qwen2_5_vl", _qwen2_5_vl, QWEN2_5_VL_PROCESSOR),
-    _qwen("qwen3_vl", _qwen3_vl, QWEN3_VL_PROCESSOR),
-    _qwen("qwen3_vl_moe", _qwen3_vl_moe, QWEN3_VL_PROCESSOR),
-    _vision(
+    Family("qwen3", hf.Qwen3Config),
+    Family("gemma3_text", hf.Gemma3TextConfig, SOFTCAPPED),
+    Family("gemma4_text", hf.Gemma4TextConfig, SOFTCAPPED),
+    Family("gemma4_text_large", hf.Gemma4TextConfig, LARGE),
+    Family(
+        "llava",
+        hf.LlamaConfig,
+        processor=_llava_processor,
+        config=hf.LlavaConfig,
+        vision=hf.CLIPVisionConfig,
+        options={"image_seq_length": (SIDE // PATCH) ** 2},
+        **IMAGE,
+    ),
+    Family(
+        "llava_pixtral",
+        hf.MistralConfig,
+        processor=lambda: _new_pixtral_processor(48, 1),
+        config=hf.LlavaConfig,
+        options={"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+        **PIXTRAL,
+    ),
+    Family("llava_next_llama", hf.LlamaConfig, options={"tie_word_embeddings": False}, **LLAVA_NEXT),
+    Family("llava_next_mistral", hf.MistralConfig, options={"tie_word_embeddings": True}, **LLAVA_NEXT),
+    Family(
+        "llava_onevision",
+        hf.Qwen2Config,
+        processor=_onevision_processor,
+        processor_class=lambda: ONEVISION_PROCESSOR,
+        placeholders={"image": "<image>", "video": "<video>"},
+        config=hf.LlavaOnevisionConfig,
+        vision=hf.SiglipVisionConfig,
+        vision_options={**SIGLIP, **PATCHES},
+        options={"tie_word_embeddings": True},
+        tokens={"image": "<image>", "video": "<video>"},
+    ),
+    _qwen("qwen2_vl", hf.Qwen2VLTextConfig, hf.Qwen2VLConfig, QWEN2_VL_PROCESSOR, QWEN2_TOWER, tied=True),
+    _qwen("qwen2_5_vl", hf.Qwen2_5_VLTextConfig, hf.Qwen2_5_VLConfig, QWEN2_5_VL_PROCESSOR, QWEN2_5_TOWER, tied=False),
+    *(
+        _qwen(name, text, config, QWEN3_VL_PROCESSOR, {**QWEN3_TOWER, **DEEPSTACK}, tied=tied)
+        for name, text, config, tied in (
+            ("qwen3_vl", hf.Qwen3VLTextConfig, hf.Qwen3VLConfig, True),
+            ("qwen3_vl_moe", hf.Qwen3VLMoeTextConfig, hf.Qwen3VLMoeConfig, False),
+        )
+    ),
+    Family(
         "idefics3",
-        partial(_idefics3, hf.Idefics3ForConditionalGeneration, hf.Idefics3Config),
-        lambda: _idefics3_processor(hf.Idefics3Processor, hf.Idefics3ImageProcessorPil),
+        hf.LlamaConfig,
+        processor=lambda: _idefics3_processor(hf.Idefics3Processor, hf.Idefics3ImageProcessorPil),
+        processor_class=_auto_processor,
+        config=hf.Idefics3Config,
+        options={"tie_word_embeddings": False},
+        **IDEFICS3,
     ),
-    _vision(
+    Family(
         "smolvlm",
-        partial(_idefics3, hf.SmolVLMForConditionalGeneration, hf.SmolVLMConfig, num_key_value_heads=4, tied=True),
-        lambda: _idefics3_processor(SMOLVLM_PROCESSOR, hf.SmolVLMImageProcessorPil, video_processor=None),
-        lambda: SMOLVLM_PROCESSOR,
+        hf.LlamaConfig,
+        {"num_key_value_heads": 4},
+        processor=lambda: _idefics3_processor(SMOLVLM_PROCESSOR, hf.SmolVLMImageProcessorPil, video_processor=None),
+        processor_class=lambda: SMOLVLM_PROCESSOR,
+        config=hf.SmolVLMConfig,
+        options={"tie_word_embeddings": True},
+        **IDEFICS3,
     ),
-    _vision("mistral3", _mistral3, lambda: _new_pixtral_processor(64, 2), pixtral_processor, image="[IMG]"),
-    _vision("gemma3", _gemma3, _gemma3_processor, image="<start_of_image>"),
-    _vision("gemma4", _gemma4, lambda: _new_gemma4_processor(patch_size=4), _gemma4_processor, image="<|image|>"),
-    _vision(
-        "gemma4_large",
-        lambda n: _gemma4(n, **GEMMA4_LARGE, use_bidirectional_attention="vision"),
-        lambda: _new_gemma4_processor(patch_size=4),
-        _gemma4_processor,
-        image="<|image|>",
+    Family(
+        "mistral3",
+        hf.MistralConfig,
+        processor=lambda: _new_pixtral_processor(64, 2),
+        config=hf.Mistral3Config,
+        options={"tie_word_embeddings": False},
+        **PIXTRAL,
     ),
-    _vision(
-        "gemma4_unified",
-        _gemma4_unified,
-        lambda: _new_gemma4_processor(patch_size=12, pooling_kernel_size=1),  # 3 x 3 merged patches of 4 pixels
-        _gemma4_processor,
-        image="<|image|>",
+    Family(
+        "gemma3",
+        hf.Gemma3TextConfig,
+        processor=_gemma3_processor,
+        processor_class=_auto_processor,
+        placeholders={"image": "<start_of_image>"},
+        config=hf.Gemma3Config,
+        vision=hf.SiglipVisionConfig,
+        vision_options={**SIGLIP, "image_size": 32, "patch_size": 4},
+        tokens={"image": "<image_soft_token>", "boi": "<start_of_image>", "eoi": "<end_of_image>"},
+    ),
+    *(
+        Family(
+            name,
+            hf.Gemma4TextConfig,
+            {**SOFTCAPPED, **more},
+            processor=lambda: _new_gemma4_processor(patch_size=4),
+            config=hf.Gemma4Config,
+            vision=hf.Gemma4VisionConfig,
+            **GEMMA4,
+        )
+        for name, more in (("gemma4", {}), ("gemma4_large", {**LARGE, "use_bidirectional_attention": "vision"}))
+    ),
+    Family(
+        "gemma4_unified",  # without a vision tower: patches are projected
+        hf.Gemma4UnifiedTextConfig,
+        SOFTCAPPED,
+        processor=lambda: _new_gemma4_processor(patch_size=12, pooling_kernel_size=1),  # 3 x 3 merged patches
+        config=hf.Gemma4UnifiedConfig,
+        vision=hf.Gemma4UnifiedVisionConfig,
+        **GEMMA4,
     ),
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
+_WITH_STATES = (
+    Family("qwen3_next", hf.Qwen3NextConfig),
+    Family("qwen3_5_text", hf.Qwen3_5TextConfig),
+    _qwen("qwen3_5", hf.Qwen3_5TextConfig, hf.Qwen3_5Config, QWEN3_VL_PROCESSOR, QWEN3_TOWER, tied=False),
+    _qwen("qwen3_5_moe", hf.Qwen3_5MoeTextConfig, hf.Qwen3_5MoeConfig, QWEN3_VL_PROCESSOR, QWEN3_TOWER, tied=False),
+    Family("lfm2", hf.Lfm2Config),
+    Family("granite4", hf.GraniteMoeHybridConfig),
+    Family("falcon_h1", hf.FalconH1Config),
+)
+HYBRIDS: dict[str, Family] = {family.name: family for family in _WITH_STATES}
+"""Families some of whose layers keep a recurrent or convolution state: they decode chains only."""
 NIGHTLY = {
     *("llama_rope_scaled", "mistral", "qwen2", "gemma4_text_large", "llava_pixtral", "llava_next_mistral"),
     *("qwen3_vl_moe", "smolvlm", "gemma4_large", "qwen3_5", "qwen3_5_moe"),
@@ -703,7 +724,9 @@ def random_prompts(
     num_frames = int(rng.integers(*NUM_FRAMES, endpoint=True))  # of all videos, because LLaVA-OneVision stacks them
     prompts = []
     for sight in sights:
-        images = [_random_image(rng) for _ in range(_num_images(family, rng))] if sight == "image" else []
+        images = (
+            [_random_image(rng) for _ in range(rng.integers(*NUM_IMAGES, endpoint=True))] if sight == "image" else []
+        )
         videos = [_random_video(rng, num_frames)] if sight == "video" else []
         placeholders = [family.placeholders[sight]] * (len(images) + len(videos)) if sight else []
         prompts.append(Prompt(_random_text(tokenizer, rng, placeholders), images, videos))
@@ -724,10 +747,6 @@ def encode(processor: Any, prompts: Sequence[Prompt], *, padding_side: str = "le
 def random_inputs(family: Family, processor: Any, rng: np.random.Generator, *, sight: str | None) -> Inputs:
     """One random prompt."""
     return encode(processor, random_prompts(family, processor, rng, [sight]))
-
-
-def _num_images(family: Family, rng: np.random.Generator) -> int:
-    return int(rng.integers(*NUM_IMAGES, endpoint=True)) if family.several_images else 1
 
 
 def _random_text(tokenizer: Any, rng: np.random.Generator, placeholders: Sequence[str]) -> str:

@@ -1,25 +1,17 @@
 """Damaged copies of what a user can give: of content, of text and of bytes, drawn by Hypothesis.
 
-A few examples of every kind in each run; nightly, with all modules that use ``mutate``, more than 20,000. All kinds in
-one process, with a count of each:
-
-    python -m tests.mutations [--examples 20000] [-k KIND]
+A few examples of every kind in each run; nightly, with all modules that use ``mutate``, more than 20,000.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import math
-import os
 import resource
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-import click
 import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -27,30 +19,15 @@ from hypothesis import strategies as st
 
 from autotune.errors import UserError
 
-MODULES = ("tests/test_mutations.py", "tests/test_mutated_models.py", "tests/report/test_mutated_studies.py")
 MANY = 270  # of each kind, nightly
 MOST_BYTES, MOST_MS = 1 << 30, 600_000  # of one mutation; the time tells a search without end from a slow machine
 nightly = pytest.mark.parametrize("is_nightly", [False, pytest.param(True, marks=pytest.mark.nightly)])
-
-
-@dataclass
-class Count:
-    """How many mutations of a kind were read and refused, and the longest time of one."""
-
-    accepted: int = 0
-    refused: int = 0
-    longest_s: float = 0.0
-
-
-COUNTS: dict[str, Count] = {}
-"""By the test of a kind."""
 
 
 def mutate(few: int, strategy: Any, check: Callable[[Any], Any], is_nightly: bool) -> None:
     """Check mutations: none may raise anything but a ``UserError`` of one line, take ten minutes, or take another GiB
     of memory.
     """
-    count = COUNTS.setdefault(os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0], Count())
 
     @settings(
         max_examples=MANY if is_nightly else few,
@@ -61,15 +38,11 @@ def mutate(few: int, strategy: Any, check: Callable[[Any], Any], is_nightly: boo
     )
     @given(strategy)
     def run(mutation: Any) -> None:
-        begin = time.perf_counter()
         with _bounded_memory():
             try:
                 check(mutation)
-                count.accepted += 1
             except UserError as error:
                 assert "\n" not in str(error) and len(str(error)) < 2000, error
-                count.refused += 1
-        count.longest_s = max(count.longest_s, time.perf_counter() - begin)
 
     run()
 
@@ -231,47 +204,3 @@ def json_bytes(draw: Any, content: Any) -> bytes:
     else:
         text = json.dumps(draw(mutated(content))).encode()
     return draw(damaged(text)) if draw(st.integers(0, 3)) == 0 else text
-
-
-class _Shares:
-    """Gives every kind its share of a number of mutations, and prints what became of them."""
-
-    def __init__(self, examples: int) -> None:
-        self._examples = examples
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Function]) -> None:
-        items[:] = [item for item in items if hasattr(item, "callspec") and item.callspec.params.get("is_nightly")]
-        globals()["MANY"] = math.ceil(self._examples / max(1, len(items)))
-        self._write = config.pluginmanager.get_plugin("terminalreporter").write_line  # type: ignore[union-attr]
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call":
-            count = COUNTS.get(report.nodeid, Count())
-            self._write(
-                f" {report.nodeid}: {count.accepted + count.refused} mutations, {count.refused} refused, {report.outcome}; "
-                f"{report.duration:.0f} s, longest {count.longest_s:.2f} s"
-            )
-
-    def pytest_terminal_summary(self) -> None:
-        accepted, refused = (sum(getattr(count, name) for count in COUNTS.values()) for name in ("accepted", "refused"))
-        longest = max((count.longest_s for count in COUNTS.values()), default=0.0)
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-        self._write(
-            f"{accepted + refused} mutations of {len(COUNTS)} kinds: {refused} refused, {accepted} read; "
-            f"longest {longest:.2f} s; the process had at most {memory:.0f} MiB"
-        )
-
-
-@click.command()
-@click.option("--examples", default=20_000, show_default=True, help="Mutations of all kinds together.")
-@click.option("-k", "kinds", default="", help="Kinds, as pytest selects tests.")
-def main(examples: int, kinds: str) -> None:
-    """Mutate all that a user can give, in one process."""
-    raise SystemExit(pytest.main([*MODULES, "-k", kinds, "-m", "nightly"], [_Shares(examples)]))
-
-
-if __name__ == "__main__":
-    from tests.mutations import main
-
-    main()

@@ -212,7 +212,8 @@ class Event:
 
     current: RehearsedCuda
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or self.current.current_stream()
         if self.current.in_flight and stream.device.index != self.current.launched_on:
             raise CudaError(f"an event of {stream.device} does not wait for cuda:{self.current.launched_on}")
 

@@ -12,7 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -232,20 +232,22 @@ def test_examples_run(tmp_path: Path, text_pair: Pair) -> None:
     runpy.run_path(str(ROOT / "examples/decode_without_profile.py"))["main"](*arguments)
 
 
+def write_prompts(folder: Path, count: int, splits: Sequence[str], max_new_tokens: int) -> None:
+    """Write prompts of the bundled pair with their images, whose splits alternate."""
+    prompts, rows = load_workload("digits", "evaluate", num_prompts=32).prompts, []
+    for number, prompt in enumerate([prompt for prompt in prompts if prompt.images][:count]):
+        prompt.images[0].save(folder / f"{number}.png")
+        row = {"prompt": prompt.settings.text, "images": [f"{number}.png"], "max_new_tokens": max_new_tokens}
+        rows.append({**row, "split": splits[number % len(splits)]})
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
 @pytest.mark.nightly
 @pytest.mark.long
 def test_quick_start_in_processes_of_its_own(tmp_path: Path, postgresql: str) -> None:
     """Every command of the README, in order, as a newcomer types it. Searches are cut to a few prompts."""
 
-    lines = []
-    prompts = load_workload("digits", "evaluate", num_prompts=12).prompts
-    for index, first in enumerate((0, 8)):
-        for prompt in prompts[first : first + 4]:
-            name = f"{prompt.settings.task}{index}.png"
-            prompt.pixels[0].save(tmp_path / name)
-            lines.append(json.dumps({"prompt": prompt.settings.prompt, "images": [name], "max_new_tokens": 40}))
-        lines.append(json.dumps({"prompt": f"The number {index} is", "max_new_tokens": 40}))
-    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    write_prompts(tmp_path, 10, ("tune", "evaluate"), max_new_tokens=40)
     shutil.copy(GRID, tmp_path / "grid.png")
 
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
@@ -281,13 +283,7 @@ def test_quick_start_in_processes_of_its_own(tmp_path: Path, postgresql: str) ->
 def test_the_commands_that_repeat_a_paper_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with the bundled pair, 12 tokens of a few prompts, and recipes of two steps."""
     monkeypatch.chdir(tmp_path)
-    rows = []
-    prompts = [prompt for prompt in load_workload("digits", "evaluate", num_prompts=32).prompts if prompt.images]
-    for number, prompt in enumerate(prompts[:12]):
-        prompt.images[0].save(f"{number}.png")
-        split = ["train", "tune", "evaluate"][number % 3]
-        rows.append({"prompt": prompt.settings.text, "images": [f"{number}.png"], "max_new_tokens": 12, "split": split})
-    Path("prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_prompts(tmp_path, 12, ("train", "tune", "evaluate"), max_new_tokens=12)
     names = {"TARGET": "digits/target", "SMALL": "digits/independent", "30m": "60s"}
     page = re.sub("|".join(names), lambda found: names[found[0]], PAGES["repeat-a-paper.md"])
     (recipe,) = (

@@ -1,4 +1,4 @@
-"""Recipes of ablations, and the sections of cards that compare them."""
+"""The plot of a training log, which the cards of drafts show."""
 
 from __future__ import annotations
 
@@ -6,90 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
 from PIL import Image
 
-from autotune.files import data_root, parse_kind
-from autotune.training.recipe import Recipe
-
-torch = pytest.importorskip("torch", exc_type=ImportError)
-
-from autotune.drafters.checkpoint import CONFIGS, load_network  # noqa: E402
-from autotune.drafters.dream import DreamConfig, DreamNetwork  # noqa: E402
-from benchmarks.draft_cards import ablation_section, layer_section  # noqa: E402
-from benchmarks.evidence.training_curve import distilled_layers, draw_curve, logged  # noqa: E402
-
-DREAM = data_root() / "drafts" / "digits" / "dream"
-
-
-def test_ablations_of_dream_differ_from_their_baseline_in_one_setting(tmp_path: Path) -> None:
-    """Blocks as in DREAM's table 2, layers as in its figure 4a. Their weights can be saved and loaded."""
-    recipes = {path.stem: Recipe.load(path) for path in (DREAM / "ablations").glob("*.yaml")}
-    baseline = recipes.pop("baseline")
-    found = {}
-    for name, recipe in recipes.items():
-        common = {"name": "", "description": ""}
-        draft = {key: value for key, value in recipe.draft.items() if key != "blocks"}
-        (stage,), (whole,) = recipe.stages, baseline.stages
-        same = recipe.model_copy(update={**common, "draft": draft, "stages": [whole]})
-        assert same == baseline.model_copy(update=common), name
-        assert stage.model_copy(update={"distillation": whole.distillation}) == whole, name
-        sizes = {"hidden_size": 16, "num_target_layers": 12, "num_heads": 2, "head_size": 4, "mlp_size": 8}
-        config = parse_kind(
-            {**recipe.draft, **sizes, "kind": "dream"}, CONFIGS, key="kind", what="kind of draft", source=name
-        )
-        assert isinstance(config, DreamConfig)
-        network = DreamNetwork(config)
-        network.save(tmp_path)
-        assert load_network(tmp_path).config == config
-        found[name] = [block.has_cross_attention for block in network.blocks], stage.distillation
-    full = [False, True, False]
-    assert baseline.stages[0].distillation == "entropy"
-    assert found == {
-        "without-initial": ([True, False], "entropy"),
-        "without-crossing": ([False, False], "entropy"),
-        "without-final": ([False, True], "entropy"),
-        "two-crossings": ([False, True, True, False], "entropy"),
-        "without-distillation": (full, "none"),
-        "static-25": (full, 12 // 4),
-        "static-50": (full, 12 // 2),
-        "static-75": (full, 12 * 3 // 4),
-    }
-
-
-def test_card_compares_ablations_with_their_baseline() -> None:
-    values = {"baseline": 4.0, "without-final": 3.0, "static-25": 3.9}
-    rows = [{"label": name, "tokens_per_round": tokens, "prompts": 32} for name, tokens in values.items()]
-    rows = [{"label": "without-final", "tokens_per_round": 1.0, "prompts": 32}, *rows]  # measured again
-    lines = ablation_section(DREAM, "dream", [*rows, {"label": "", "tokens_per_round": 5.0}])
-    assert "Drafts trained for 300 steps" in lines[3]
-    assert [line for line in lines if line.startswith("| `")] == [
-        "| `baseline` | baseline of the ablations | 4.00 | 1.00 | - |",
-        "| `static-25` | static layer at 25 % | 3.90 | 0.97 | - |",
-        "| `without-final` | without the final block | 3.00 | 0.75 | 0.63 to 0.71 |",
-    ]
-    assert ablation_section(DREAM, "dream", rows[:1]) == [], "no baseline"
-    assert ablation_section(Path("nowhere"), "star", rows) == []
-
-
-def test_card_shows_the_share_of_steps_that_distilled_each_layer() -> None:
-    lines = layer_section({1: 3, 5: 9})
-    assert "12 logged steps" in lines[3]
-    assert lines[-3:] == ["| layer | 1 | 5 |", "|---|---|---|", "| steps | 25 % | 75 % |"]
-    assert layer_section({}) == []
-
-
-def test_training_log_is_plotted(tmp_path: Path) -> None:
-    """The log may have one step or none, if the run has just started."""
-    figures = {"loss": 1.0, "agreement": 0.5, "held_out_agreement": 0.4}
-    for steps in ([(0, 1), (0, 2), (1, 1), (1, 3)], [(0, 1)], []):
-        lines = [json.dumps({"stage": stage, "step": step, **figures}) + "\n" for stage, step in steps]
-        (tmp_path / "a.jsonl").write_text("".join(lines))
-        draw_curve(tmp_path / "a.jsonl", tmp_path / "training.png")
-        with Image.open(tmp_path / "training.png") as image:
-            assert image.size == (1200, 900)
-            assert len(np.unique(np.asarray(image.convert("L")))) > 20
+from benchmarks.evidence.training_curve import distilled_layers, draw_curve, logged
 
 
 def test_distilled_layers_are_counted_over_the_log_and_plotted(tmp_path: Path) -> None:

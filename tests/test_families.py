@@ -5,103 +5,53 @@ They change only with ``families.py`` and transformers, so all but two families 
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests import families
-from tests.families import FAMILIES, Family, Inputs, Prompt, encode, random_prompts
+from tests.families import FAMILIES, LOGITS, Prompt, encode, load, load_processor, random_picture, random_prompts, save
 
 NUM_PROMPTS = 6  # of each kind
 MAX_NEW_TOKENS = 24
-
-
-@dataclass(frozen=True, repr=False)
-class Generated:
-    """``logits``: [tokens, vocabulary]."""
-
-    prompt: Prompt
-    inputs: Inputs
-    tokens: list[int]
-    logits: torch.Tensor
-
-
-@dataclass(frozen=True, repr=False)
-class Made:
-    """A family loaded from disk, with its target's answers to random prompts of each kind."""
-
-    family: Family
-    target: Any
-    draft: Any
-    processor: Any
-    generated: dict[str | None, list[Generated]] = field(default_factory=dict)
-
-    @property
-    def all_generated(self) -> list[Generated]:
-        return list(itertools.chain(*self.generated.values()))
-
-
 EVERY_CHANGE = ("llama", "llava")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(family, id=name, marks=[] if name in EVERY_CHANGE else pytest.mark.nightly)
-        for name, family in FAMILIES.items()
-    ],
+def answer(model: Any, processor: Any, prompt: Prompt) -> tuple[list[int], torch.Tensor]:
+    """The greedy answer, and its logits [tokens, vocabulary]."""
+    inputs = encode(processor, [prompt])
+    options = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    result = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, **options)
+    return result.sequences[0, inputs["input_ids"].shape[1] :].tolist(), torch.cat(result.logits)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name not in EVERY_CHANGE)) for name in FAMILIES]
 )
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    family, folder = request.param, tmp_path_factory.mktemp(request.param.name)
-    families.save(family, folder)
-    target, draft = families.load(folder / "target"), families.load(folder / "draft")
-    made = Made(family, target, draft, families.load_processor(family, folder / "target"))
-    rng = np.random.default_rng(0)
+def test_answers_are_long_varied_and_clear_and_follow_from_the_picture(name: str, tmp_path: Path) -> None:
+    """Rounding errors of 1e-4 must not change the argmax, and no token may be certain."""
+    family, rng, of_pictures = FAMILIES[name], np.random.default_rng(0), np.random.default_rng(1)
+    save(family, tmp_path)
+    model, processor = load(tmp_path / "target"), load_processor(family, tmp_path / "target")
+    every_logits = []
     for sight in (None, *family.sees):
-        made.generated[sight] = []
-        for _ in range(NUM_PROMPTS):
-            [prompt] = random_prompts(family, made.processor, rng, [sight])
-            inputs = encode(made.processor, [prompt])
-            result = generate(target, inputs, output_logits=True, return_dict_in_generate=True)
-            tokens = result.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-            made.generated[sight].append(Generated(prompt, inputs, tokens, torch.cat(result.logits)))
-    return made
-
-
-def generate(model: Any, inputs: Inputs, **options: Any) -> Any:
-    return model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False, **options)
-
-
-def test_outputs_are_long_and_varied(made: Made) -> None:
-    for generated in made.generated.values():
-        outputs = [one.tokens for one in generated]
+        prompts = [random_prompts(family, processor, rng, [sight])[0] for _ in range(NUM_PROMPTS)]
+        outputs, logits = zip(*(answer(model, processor, prompt) for prompt in prompts), strict=True)
+        every_logits += logits
         assert len(set(map(tuple, outputs))) == len(outputs)
         assert np.mean([len(output) for output in outputs]) > MAX_NEW_TOKENS / 2
         assert np.mean([len(set(output)) / len(output) for output in outputs]) > 0.4
-
-
-def test_choices_are_clear(made: Made) -> None:
-    """Rounding errors of 1e-4 must not change the argmax, and no token may be certain."""
-    logits = torch.cat([one.logits for one in made.all_generated])
-    first, second = logits.topk(2).values.T
-    assert (first - second < 1e-3).float().mean() < 0.02
-    assert 0.15 < logits.softmax(-1).amax(-1).median() < 0.85
-
-
-def test_other_pictures_give_other_outputs(made: Made) -> None:
-    rng = np.random.default_rng(1)
-    for sight in made.family.sees:
         num_same = 0
-        for one in made.generated[sight]:
-            images = [families.random_picture(rng, image.size) for image in one.prompt.images]
-            videos = [(frames[::-1, ::-1].copy(), metadata) for frames, metadata in one.prompt.videos]
-            inputs = encode(made.processor, [replace(one.prompt, images=images, videos=videos)])
-            assert torch.equal(inputs["input_ids"], one.inputs["input_ids"])
-            result = generate(made.target, inputs, output_logits=True, return_dict_in_generate=True)
-            assert (result.logits[0][0] - one.logits[0]).std() > families.LOGITS / 16
-            num_same += result.sequences[0, inputs["input_ids"].shape[1] :].tolist() == one.tokens
+        for prompt, output, before in zip(prompts, outputs, logits, strict=True) if sight else ():
+            images = [random_picture(of_pictures, image.size) for image in prompt.images]
+            videos = [(frames[::-1, ::-1].copy(), metadata) for frames, metadata in prompt.videos]
+            changed, after = answer(model, processor, replace(prompt, images=images, videos=videos))
+            assert (after[0] - before[0]).std() > LOGITS / 16
+            num_same += changed == output
         assert num_same <= 1  # a short output may be the same by chance
+    first, second = torch.cat(every_logits).topk(2).values.T
+    assert (first - second < 1e-3).float().mean() < 0.02
+    assert 0.15 < torch.cat(every_logits).softmax(-1).amax(-1).median() < 0.85

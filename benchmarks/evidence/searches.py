@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from autotune.cli.options import Duration
 from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.files import read_lines
@@ -17,26 +17,31 @@ from autotune.study.document import load_study
 from autotune.study.storage import RUNS
 from benchmarks.evidence.result import Rows
 
-PROFILE, LOG, COMMAND = "profile.json", "search.log", "command.json"
+PROFILE = "profile.json"
 ALL = "all"
 """Stands for the prompts of all tasks."""
 
 
-def samples_of(folder: Path, number: int) -> dict[str, Rows]:
-    """Samples of one search, whose profile, study and output are in ``folder``; rows carry its ``number``."""
+def study_folder(folder: Path) -> Path:
+    """The folder of the only study of a search that has run in ``folder``."""
+    (study,) = (path for path in (folder / ".autotune").glob("*") if any(path.glob("study*.json")))
+    return study
+
+
+def samples_of(folder: Path, command: list[str], seconds: float) -> dict[str, Rows]:
+    """Samples of a search, whose profile, study and output are in ``folder``; rows carry its number, 1."""
     profile = DecodingProfile.load(folder / PROFILE)
-    (study_folder,) = (path for path in (folder / ".autotune").iterdir() if any(path.glob("study*.json")))
-    study = load_study(study_folder, profile)
+    study = load_study(study_folder(folder), profile)
     assert study is not None
-    log, ran = (folder / LOG).read_text(), json.loads((folder / COMMAND).read_text())
+    log = (folder / "search.log").read_text()
     screened = re.search(r"(\d[\d,]*) subnets screened", log)
     of_all = re.search(r"(\d[\d,]*) of (\d[\d,]*) subnets were screened", log)
     survivors = re.search(r"(\d+) survivors", log)
     loading = re.search(r"models loaded in (\d+) s", log)
     num_screened = _number(screened[1]) if screened else 0
     summary = {
-        "seconds": ran["seconds"],
-        "budget_s": ran["budget_s"],
+        "seconds": seconds,
+        "budget_s": Duration().convert(command[command.index("--budget") + 1], None, None),
         "loading_s": _number(loading[1]) if loading else 0,
         "subnets": _number(of_all[2]) if of_all else num_screened,
         "screened": num_screened,
@@ -52,7 +57,7 @@ def samples_of(folder: Path, number: int) -> dict[str, Rows]:
             (arm.tokens_per_round for arm in profile.evidence.compared if arm.name == TUNED), None
         ),
         "threads": profile.threads,
-        "same_output": sum(_is_same(profile)),
+        "same_output": profile.point.measured.identical_outputs if profile.point.measured else 0,
     }
     measured: Rows = [
         {
@@ -100,9 +105,9 @@ def samples_of(folder: Path, number: int) -> dict[str, Rows]:
         "searches": [summary],
         "stages": stages,
         "measured": measured,
-        "runs": held_out_runs(profile, study_folder / RUNS),
+        "runs": held_out_runs(profile, study_folder(folder) / RUNS),
     }
-    return {name: [{"search": number, **row} for row in rows] for name, rows in tables.items()}
+    return {name: [{"search": 1, **row} for row in rows] for name, rows in tables.items()}
 
 
 def held_out_runs(profile: DecodingProfile, ledger: Path) -> Rows:
@@ -148,7 +153,7 @@ def values_of(samples: dict[str, Rows]) -> dict[str, Rows]:
             for arm, over in ((TUNED, AR), (default, AR), (HF, AR), (TUNED, default), (TUNED, HF)):
                 row = speedup_row(runs, arm, over, task)
                 if row is not None:
-                    speedups.append({"search": number, **row})
+                    speedups.append({"search": 1, **row})
     pooled = {
         row["search"]: row["speedup"] for row in speedups if (row["task"], row["arm"], row["over"]) == (ALL, TUNED, AR)
     }
@@ -209,10 +214,6 @@ def _pooled(lines: dict[str, dict[str, Any]], plain: dict[str, dict[str, Any]]) 
     ms, plain_ms = sum(line["decode_ms"] for line, _ in pairs), sum(line["decode_ms"] for _, line in pairs)
     tokens, plain_tokens = sum(a["new_tokens"] - 1 for a, _ in pairs), sum(b["new_tokens"] - 1 for _, b in pairs)
     return float(plain_ms / plain_tokens * tokens / ms) if ms else float("nan")
-
-
-def _is_same(profile: DecodingProfile) -> list[int]:
-    return [profile.point.measured.identical_outputs] if profile.point.measured else []
 
 
 def _label(profile: DecodingProfile) -> str:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import csv
 import re
-from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
 
 from autotune.errors import UserError
-from autotune.modeling import hub as hub_models
 from autotune.modeling.known_models import KNOWN_MODELS
-from autotune.modeling.loading import load_model, load_processor, resolve
+from autotune.modeling.loading import load_model, load_processor
 from tests.hub import published, repositories
 from tests.hub.server import Hub
 from tests.imports import ROOT
@@ -70,14 +67,3 @@ def test_what_cannot_be_loaded_is_one_line(name: str, public_hub: Hub) -> None:
     with pytest.raises(UserError, match=REFUSED[name]) as caught:
         load_model(name)
     assert "\n" not in str(caught.value)
-
-
-def test_a_second_run_needs_no_network(public_hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "meta-llama/Llama-3.1-8B-Instruct"
-    first = resolve(name)
-    hub_models.repository.cache_clear()
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    num_requests = len(public_hub.requests)
-    assert resolve(name) == first and Path(first, "model.safetensors").exists()
-    assert load_model(name).config.rope_parameters["rope_type"] == "llama3"
-    assert len(public_hub.requests) == num_requests

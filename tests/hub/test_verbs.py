@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -133,13 +134,8 @@ def served(processor: Any, folder: Path) -> list[list[int]]:
     for question in QUESTIONS:
         content: list[dict[str, Any]] = [{"type": "text", "text": question}]
         if picture.exists():
-            content.insert(0, {"type": "image_url", "image_url": {"url": data_url(picture)}})
+            url = "data:image/png;base64," + base64.b64encode(picture.read_bytes()).decode()
+            content.insert(0, {"type": "image_url", "image_url": {"url": url}})
         asked = ChatRequest.model_validate({"messages": [{"role": "user", "content": content}]})
         rows.append(asked.inputs(processor, "cpu")["input_ids"][0].tolist())
     return rows
-
-
-def data_url(path: Path) -> str:
-    import base64
-
-    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()

@@ -28,8 +28,7 @@ from autotune.modeling.target import Target
 from autotune.modeling.tree_model import TreeModel
 from autotune.runtime.decoder import Decoder
 from tests.drafters.test_feature_draft import SIZES as DRAFT_SIZES
-from tests.families import FAMILIES
-from tests.hybrids import HYBRIDS
+from tests.families import FAMILIES, HYBRIDS
 
 pytestmark = pytest.mark.filterwarnings(f"error::{UncompiledNotice.__module__}.UncompiledNotice")
 

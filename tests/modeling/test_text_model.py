@@ -15,8 +15,7 @@ from autotune.errors import UserError
 from autotune.modeling.self_check import SelfCheckNotice
 from autotune.modeling.text_model import KNOWN_TEXT_TYPES, KNOWN_VISION_TYPES, _max_context, text_model_of
 from autotune.runtime.decoder import Decoder
-from tests.families import FAMILIES, load, load_processor, random_inputs, save
-from tests.hybrids import HYBRIDS
+from tests.families import FAMILIES, HYBRIDS, load, load_processor, random_inputs, save
 from tests.tiny_models import DRAFT_LAYERS
 
 SIZES: dict[str, Any] = {

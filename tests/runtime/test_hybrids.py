@@ -35,8 +35,7 @@ from autotune.search.cost_tables import table_for_gpu
 from autotune.search.model_pool import ModelPool
 from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import Workload
-from tests.families import FAMILIES, load, params_of, save
-from tests.hybrids import HYBRIDS
+from tests.families import FAMILIES, HYBRIDS, load, params_of, save
 from tests.obvious import assert_same_logits
 from tests.runtime.test_families import (
     NEW_TOKENS,
