@@ -264,15 +264,6 @@ def test_a_raised_floor_loses_nodes_and_no_accepted_token(
         assert whole.is_covered and not partial.is_covered, "whole levels are missing, and so is their price"
 
 
-def test_a_chain_misses_nothing_whatever_the_floor(record: Callable[..., Trace], traces: dict[float, Trace]) -> None:
-    """The most probable path is recorded whatever its probability."""
-    least = ForestBounds(depth=SIZES.depth, num_proposals=1, floor=0.99, width=1)
-    trace = record(visual_keep=0.5, bounds=least)
-    whole, chain = (replay(t, ChainPolicy(depth=SIZES.depth), free_prices()) for t in (traces[0.5], trace))
-    assert chain.missing.sum() == 0
-    assert [a.tolist() for a in chain.accepted_lengths] == [a.tolist() for a in whole.accepted_lengths]
-
-
 def test_missing_nodes_are_counted_where_a_budget_binds() -> None:
     """Three children leave room for two nodes, and a child of the second displaces the one on the answer. If the second
     child is not recorded, replay accepts a token that decoding would not, and ``missing`` must show it.
