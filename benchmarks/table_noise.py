@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 
 from autotune.documents.subnet import Subnet
-from autotune.measuring.jobs import BlockLog
+from autotune.measuring.jobs import JobLog
 from autotune.measuring.measurement import kv_lengths_for, measure_costs
 from autotune.measuring.settings import CostSettings
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET
@@ -64,7 +64,7 @@ def burning(is_on: bool) -> Iterator[None]:
 
 
 def speedups(
-    log: BlockLog, kv_lengths: tuple[int, int], num_drafts: int, *, scaled: bool
+    log: JobLog, kv_lengths: tuple[int, int], num_drafts: int, *, scaled: bool
 ) -> dict[tuple[str, int], float]:
     """Plain steps per round, by tree and draft: the speedup of a tree is this figure times the tokens of a round."""
     samples: dict[tuple[str, int, int], list[float]] = {}
@@ -100,8 +100,8 @@ def main(tables: int, seconds: float) -> None:
         with tempfile.TemporaryDirectory() as folder, burning(is_busy):
             path = Path(folder) / "samples.jsonl"
             arguments = pool.target, pool.target_reference, loaded, pool.processor, workload
-            table = measure_costs(*arguments, settings=settings, log=BlockLog(path), say=click.echo)
-            log = BlockLog(path)
+            table = measure_costs(*arguments, settings=settings, log=JobLog(path), say=click.echo)
+            log = JobLog(path)
         assert table.provenance.contention is not None
         click.echo(f"{table.num_samples} samples; {table.provenance.contention.describe('meanwhile')}")
         for scaled in (False, True):
