@@ -320,7 +320,7 @@ class Decoder:
         try:
             yield session.prefill()
             while not session.is_finished:
-                yield session.plain_step() if session.is_plain else session.round()
+                yield session.advance()
         finally:
             session.close()
             for observe in self.observers:

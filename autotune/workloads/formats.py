@@ -229,31 +229,20 @@ class _SpeedBench(_Row):
         return _conversation(turns, task=self.category)
 
 
-class _ImagePart(_Part):
-    type: Literal["image"]
-    image: Text
-
-
-class _TextPart(_Part):
-    type: Literal["text"]
-    text: str
-
-
 class _Vllm(_Row):
     text: Text | None = Field(default=None, alias="prompt")
     image_files: list[str] = Field(default_factory=list)
-    content: list[Annotated[_ImagePart | _TextPart, Field(discriminator="type")]] | None = None
+    content: list[dict[str, Any]] | None = None
+    """Parts, of which those of images hold their paths."""
     output_tokens: int = Field(default=VLLM_TOKENS, ge=1)
 
     def prompt(self, format: Format) -> Prompt:
         if (self.text is None) == (self.content is None):
             raise ValueError("a row has either 'prompt' or 'content'; give one of them")
-        if self.content is None:
-            return Prompt(prompt=self.text or "", images=self.image_files, max_new_tokens=self.output_tokens)
-        images = [part.image for part in self.content if isinstance(part, _ImagePart)]
-        parts = [Part(type=part.type, text=getattr(part, "text", "")) for part in self.content]
-        message = Message(role="user", content=parts)
-        return Prompt(messages=[message], images=images, max_new_tokens=self.output_tokens)
+        asked = {"prompt": self.text, "images": self.image_files}
+        if self.content is not None:
+            asked = {"messages": [{"role": "user", "content": self.content}]}
+        return Prompt.model_validate({**asked, "max_new_tokens": self.output_tokens})
 
 
 _Paths = Annotated[Sequence[str], BeforeValidator(lambda paths: [paths] if isinstance(paths, str) else paths or [])]
