@@ -68,7 +68,6 @@ TORCH_FREE = (
     "search.backends",
     "search.engine_tuning",
     "search.evidence",
-    "search.operating_points",
     "search.settings",
     "search.space",
     "search.thresholds",

@@ -232,7 +232,7 @@ class _SearchRun(SearchInputs):
         return result
 
     def select_profile(self, prompts: TuningPrompts, trees: TreeSearchResult) -> DecodingProfile:
-        """Measure finalists, operating points and the profile; on another device, predict them."""
+        """Measure finalists and the profile; on another device, predict them."""
         settings, pool, plan = self.settings, self.model_pool, self.plan
         selection = ProfileSelection(
             trees, pool, prompts, self.folder, self.evaluate, settings.seed, plan.kept_prompts, self.clock, self.console

@@ -1,4 +1,4 @@
-"""Finalists, operating points and the measured profile, with given times instead of the clock."""
+"""Finalists and the measured profile, with given times instead of the clock."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from autotune.console import Console
-from autotune.documents.condition import Condition
 from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.decoded import Decoded
-from autotune.documents.decoding_profile import AR, DecodingProfile, OperatingPoint
+from autotune.documents.decoding_profile import AR, DecodingProfile
 from autotune.documents.published_defaults import COMPARED_DEFAULTS
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.race import Race, race
@@ -23,14 +22,14 @@ from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.runtime_arms import RuntimeArm
 from autotune.replay.evaluator import Candidate, Evaluator
 from autotune.search import finalists, profile_selection
-from autotune.search.evidence import Evaluation, measured_point
+from autotune.search.evidence import Evaluation
 from autotune.search.finalists import estimated_speedup, published_defaults, winner_of
 from autotune.search.model_pool import ModelPool
 from autotune.search.plan import StageClock
 from autotune.search.profile_selection import ProfileSelection
 from autotune.search.space import SearchSpace
 from autotune.search.space_files import bounds_of
-from autotune.search.thresholds import KEPT_PROMPTS, MIN_PROMPTS
+from autotune.search.thresholds import KEPT_PROMPTS
 from autotune.search.traces import record_traces
 from autotune.search.tree_search import search_trees
 from autotune.search.tuning_prompts import TuningPrompts
@@ -142,7 +141,7 @@ def test_a_published_default_wins_if_it_is_the_fastest(selection: ProfileSelecti
     for name in ("chain", "dream"):
         clock(lambda arm, prompt, name=name: {AR: 10.0, name: 4.0, "tuned": 4.0}.get(arm.name, 5.0))
         document = selection.measured_profile()
-        (point,) = document.points
+        point = document.point
         default = published_defaults(selection.model_pool)[name]
         configuration = configuration_of(point)
         assert configuration is not None and configuration.key == default.key
@@ -226,38 +225,6 @@ def test_little_time_measures_fewer_arms(
     assert "2 of 4 finalists and 2 of 6 published defaults are measured" in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_operating_point_must_be_faster_in_real_runs(
-    selection: ProfileSelection, clock: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Faster than the winner and than the best published default."""
-    winner, other = finalists_of(selection)[:2]
-    points = [(Condition(workload="read"), other)]
-    clock(lambda arm, prompt: 6.0 if arm.name == "chain" else 10.0)
-    measured = selection.measure_finalists([winner])
-    measured = replace(measured, winner=measured.finalists[0])
-    for point, default in ((4.99, 10.0), (4.0, 4.0)):
-        clock(lambda arm, prompt, ms=point, by=default: {"winner": 5.0, "point": ms, "default": by}[arm.name])
-        assert selection.confirmed(points, measured) == []
-    capsys.readouterr()
-    clock(lambda arm, prompt: {"winner": 5.0, "point": 4.0, "default": 6.0}[arm.name])
-    kept = selection.confirmed(points, measured)
-    printed = capsys.readouterr().err
-    assert re.search(rf"1 +0\.80 +0\.67 +{MIN_PROMPTS} +yes", printed), "a significant difference ends the runs"
-    assert "workload read: " in printed and max(map(len, printed.splitlines())) <= 120
-    assert [when.workload for when, _ in kept] == ["read"]
-    assert kept[0][1].tree == other.configuration.tree
-
-
-def test_points_are_measured_on_the_prompts_that_they_decode() -> None:
-    """Points that decoded nothing have no measurement."""
-    plain = [run(10.0 * TOKENS, tokens=TOKENS) for _ in range(3)]
-    runs = [run(ms * TOKENS, tokens=TOKENS, point=number) for ms, number in ((5.0, 0), (4.0, 0), (2.0, 1))]
-    first, second = (measured_point(number, runs, plain) for number in (0, 1))
-    assert first is not None and (first.num_prompts, first.speedup) == (2, pytest.approx(20 / 9))
-    assert second is not None and (second.num_prompts, second.speedup) == (1, pytest.approx(5.0))
-    assert measured_point(2, runs, plain) is None
-
-
 def test_the_first_block_of_finalists_is_whole(
     selection: ProfileSelection, clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,7 +261,7 @@ def test_finalists_run_as_the_plan_has_kept_time_for(
 def test_profile_has_the_measurements(selection: ProfileSelection, clock: Callable[..., None]) -> None:
     clock(lambda arm, prompt: {AR: 10.0, "hf": 12.0, "tuned": 4.0}.get(arm.name, 4.0 if "final" in arm.name else 5.0))
     document = selection.measured_profile()
-    (point,) = document.points
+    point = document.point
     assert point.measured is not None and point.measured.speedup == pytest.approx(2.5)
     assert point.measured.num_prompts == 4 and point.measured.identical_outputs == 4
     evidence = document.evidence
@@ -360,7 +327,7 @@ def test_defaults_that_replay_has_beaten_are_not_decoded_again(
     monkeypatch.setattr(Evaluator, "evaluate", lambda self, configuration: selection.trees.fastest[0])
     clock(lambda arm, prompt: {AR: 10.0, "tuned": 4.0}.get(arm.name, 5.0))
     winner = finalists_of(selection)[0].configuration
-    profile = selection.profile_of(selection.model_pool.device, [(Condition(), winner)])
+    profile = selection.profile_of(selection.model_pool.device, winner)
     defaults = {name: default for name, default in published_defaults(selection.model_pool).items() if name != "star"}
     ordered = {name: defaults[name] for name in ("sage", "eagle2", "chain")}
     evaluation = evaluated(selection, profile, ordered, selection.folder)
@@ -374,7 +341,7 @@ def test_a_default_that_was_tuned_to_is_not_decoded_twice(
     monkeypatch.setattr(profile_selection, "_is_slower", lambda configuration, than, evaluator: False)
     defaults = published_defaults(selection.model_pool)
     ordered = {name: defaults[name] for name in ("chain", "sage")}
-    profile = selection.profile_of(selection.model_pool.device, [(Condition(), defaults["chain"])])
+    profile = selection.profile_of(selection.model_pool.device, defaults["chain"])
     for sage_ms, best in ((5.0, "chain"), (3.0, "sage")):
         decoded: list[str] = []
 
@@ -411,7 +378,7 @@ def test_profile_decodes_plainly_if_the_draft_is_slower_on_held_out_prompts(
     """The measurements of the draft remain in the evidence."""
     clock(lambda arm, prompt: {AR: 10.0, "tuned": 11.0}.get(arm.name, 5.0))
     document = selection.measured_profile()
-    (point,) = document.points
+    point = document.point
     assert point.draft is None and point.tree is None and configuration_of(point) is None
     assert point.measured is not None and point.measured.speedup == 1.0
     assert {one.name: one.speedup for one in document.evidence.compared}["tuned"] == pytest.approx(10 / 11)
@@ -422,11 +389,11 @@ def test_profile_decodes_plainly_if_the_draft_is_slower_on_held_out_prompts(
 
 
 def test_profile_for_another_device_has_predictions_only(selection: ProfileSelection) -> None:
-    points: list[OperatingPoint] = selection.predicted_profile().points
+    point = selection.predicted_profile().point
     fastest = selection.trees.fastest[0]
-    assert all(point.measured is None for point in points)
+    assert point.measured is None
     if fastest.speedup >= 1.0:
-        assert points[-1].predicted is not None and points[-1].tree is not None
-        assert points[-1].predicted.speedup == selection.evaluator.with_fallback(fastest).speedup
+        assert point.predicted is not None and point.tree is not None
+        assert point.predicted.speedup == selection.evaluator.with_fallback(fastest).speedup
     else:
-        assert [point.tree for point in points] == [None]
+        assert point.tree is None
