@@ -91,7 +91,7 @@ def test_greedy_output_equals_generate_on_held_out_prompts(pair, num_prompts):
     for number, prompt in enumerate(workload.prompts):
         inputs = prompt.inputs(processor)
         tree, keep = CONFIGURATIONS[number % len(CONFIGURATIONS)]
-        decoder.configure(tree, visual_keep=keep)
+        decoder = Decoder(decoder.target, decoder.draft, tree=tree, visual_keep=keep)
         output = decoder.generate(**inputs, max_new_tokens=prompt.settings.max_new_tokens)
         with torch.inference_mode():
             expected = target.model.generate(**inputs, max_new_tokens=prompt.settings.max_new_tokens, do_sample=False)
@@ -107,7 +107,7 @@ def test_sampled_output_equals_plain_decoding_with_the_same_seed(pair, num_promp
     for number, prompt in enumerate(pair.held_out(num_prompts).prompts):
         inputs = prompt.inputs(processor)
         tree, keep = CONFIGURATIONS[number % len(CONFIGURATIONS)]
-        decoder.configure(tree, visual_keep=keep)
+        decoder = Decoder(decoder.target, decoder.draft, tree=tree, visual_keep=keep)
         settings = {
             "max_new_tokens": min(40, prompt.settings.max_new_tokens),
             "temperature": 0.7 if number % 3 else 1.0,

@@ -110,7 +110,9 @@ def assert_rounds_are_the_decoders(
     replayed ones.
     """
     fallback = configuration.fallback
-    decoder.configure(configuration.tree, visual_keep=configuration.visual_keep, fallback=fallback)
+    decoder = Decoder(
+        decoder.target, decoder.draft, tree=configuration.tree, visual_keep=configuration.visual_keep, fallback=fallback
+    )
     policy = parse_policy(configuration.tree)
     replayed = replay(trace, policy, free_prices(), fallback)
     assert policy.policy in (*BEAMS, *FIXED_SHAPES) or replayed.missing.sum() == 0
@@ -204,7 +206,13 @@ def test_replay_counts_the_rounds_of_sampled_requests(
         replayed = assert_rounds_are_the_decoders(trace, configuration, decoder, sampled_workload, processor)
         num_missing += (replayed.missing > 0).sum() * (configuration.tree["policy"] in BEAMS)
         if configuration.tree["policy"] == "chain":
-            decoder.configure(configuration.tree, visual_keep=configuration.visual_keep, coupled=False)
+            decoder = Decoder(
+                decoder.target,
+                decoder.draft,
+                tree=configuration.tree,
+                visual_keep=configuration.visual_keep,
+                coupled=False,
+            )
             lengths = [decode(decoder, prompt, processor).accepted_lengths for prompt in sampled_workload.prompts]
             num_different += lengths != [found.tolist() for found in replayed.accepted_lengths]
     assert num_missing < 4 * of_each, "prompts that a beam leaves are not compared"

@@ -155,9 +155,8 @@ def test_trees_are_refused_for_a_hybrid_target_and_for_a_hybrid_draft(pair: Memb
     for target, draft in ((pair.target, text_draft), (text_draft, pair.draft)):
         with pytest.raises(UserError, match=message):
             Decoder(target, draft, tree=tree)
-        decoder = Decoder(target, draft, tree=CHAINS[1])
         with pytest.raises(UserError, match="choose the policy chain"):
-            decoder.configure({"policy": "priced", "k": 1, "width": 1, "retrieval": True})
+            Decoder(target, draft, tree={"policy": "priced", "k": 1, "width": 1, "retrieval": True})
 
 
 def test_a_hybrid_draft_keeps_the_output_of_a_target_without_states(pair: Member, tmp_path: Path) -> None:
@@ -209,7 +208,7 @@ def test_replay_counts_the_rounds_of_a_hybrid_pair(pair: Member, temperature: fl
     part = record_forest(target, draft, inputs, recorded, bounds, sampler=sampler)
     trace = join(header(1, bounds=bounds), [part])
     for tree in CHAINS[:4]:
-        decoder.configure(tree)
+        decoder = Decoder(decoder.target, decoder.draft, tree=tree)
         replayed = replay(trace, parse_policy(tree), free_prices())
         stats = decoder.generate(**inputs, **sampling).stats
         assert not replayed.missing[0]

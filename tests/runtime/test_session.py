@@ -44,7 +44,7 @@ def test_requests_do_not_disturb_each_other(pair: Pair, prompts: dict[str, Input
     ]
     for turn, (inputs, tree) in enumerate(turns):
         settings = {"max_new_tokens": 25, "temperature": 0.5 * (turn % 3), "seed": turn}
-        decoder.configure(TREES[tree], visual_keep=0.3)
+        decoder = Decoder(decoder.target, decoder.draft, tree=TREES[tree], visual_keep=0.3)
         out = decoder.generate(**inputs, **settings)
         fresh = Decoder(pair.target, pair.draft, tree=TREES[tree], visual_keep=0.3).generate(**inputs, **settings)
         assert torch.equal(out.sequences, fresh.sequences)
