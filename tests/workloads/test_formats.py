@@ -282,9 +282,9 @@ MISTAKES: list[tuple[list[Any], Format | None, str]] = [
     ([*GSM8K, {"question": "How many?"}], None, "4: key 'answer' is required and missing; add it"),
     ([{"question": "", "answer": "3"}], None, "1: question: .*at least 1 character; got ''"),
     ([*GSM8K, {"answer": "3"}], None, "4: key 'question' is required and missing; add it"),
-    (HUMANEVAL, "gsm8k", "1: no row of gsm8k .*'question' is required.*; it looks like humaneval"),
-    (SHAREGPT, "mt-bench", "1: no row of mt-bench .*'category' is required.*; it looks like sharegpt"),
-    (MT_BENCH, "mmspec", "1: no row of mmspec .*; it looks like mt-bench"),
+    (HUMANEVAL, "gsm8k", "1: key 'question' is required.*; its rows look like humaneval"),
+    (SHAREGPT, "mt-bench", "1: key 'category' is required.*; its rows look like sharegpt"),
+    (MT_BENCH, "mmspec", "1: key 'image' is required.*; its rows look like mt-bench"),
     (MT_BENCH, "autotune", "1: unknown key 'question_id'"),
 ]
 
