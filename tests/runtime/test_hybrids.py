@@ -22,8 +22,6 @@ from autotune.errors import UserError
 from autotune.evaluation.bench_arms import choose_arms
 from autotune.evaluation.divergence import first_divergence
 from autotune.evaluation.runtime_arms import RuntimeArms
-from autotune.measuring.settings import CostSettings
-from autotune.measuring.step_bench import StepBench
 from autotune.modeling.hybrid_cache import HybridCache
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
@@ -215,19 +213,6 @@ def test_replay_counts_the_rounds_of_a_hybrid_pair(pair: Member, temperature: fl
         assert replayed.accepted_lengths[0].tolist() == stats.accepted_lengths, tree
         num_accepted += sum(stats.accepted_lengths)
     assert num_accepted > 6
-
-
-def test_a_verification_is_priced_with_what_it_reads_again(
-    pair: Member, text_draft: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read_again, counts = HybridCache._read_again, []
-    monkeypatch.setattr(HybridCache, "_read_again", lambda cache, n: (counts.append(n), read_again(cache, n))[0])
-    bench = StepBench(Target(pair.target), IndependentDraft(text_draft), CostSettings(kv_lengths=(64,)))
-    counts.clear()
-    with torch.inference_mode():
-        assert bench.verify_ms(6, 64) > 0 and counts == [3]
-        assert bench.verify_ms(1, 64) > 0 and counts == [3], "nothing is rejected"
-        assert bench.decode_ms(64) > 0 and counts == [3]
 
 
 def test_arms_that_grow_trees_are_left_out_of_a_comparison(pair: Member, text_draft: Any) -> None:

@@ -27,7 +27,9 @@ def test_log_probabilities_are_the_models_own_but_for_excluded_tokens() -> None:
         scores = TokenSampler(temperature=temperature).scores(logits, np.arange(40))
         found = candidate_logprobs(logits, scores, rows, tokens)
         assert found[0] == 0.0 and (found[1:] == own).all()
-    scores = TokenSampler(temperature=0.7, top_k=8, top_p=0.9).scores(logits, np.arange(40))
+    scores = TokenSampler(temperature=0.7, processors=[TopKLogitsWarper(8), TopPLogitsWarper(0.9)]).scores(
+        logits, np.arange(40)
+    )
     found = candidate_logprobs(logits, scores, rows, tokens)[1:]
     cut = TopPLogitsWarper(0.9)(None, TopKLogitsWarper(8)(None, logits / 0.7))
     excluded = (cut == -torch.inf).reshape(-1).numpy()
@@ -51,7 +53,7 @@ def test_a_nucleus_is_that_of_transformers(monkeypatch: pytest.MonkeyPatch) -> N
             )
             assert torch.equal(found[found > -torch.inf], scores[found > -torch.inf])
         assert torch.equal(token_sampler.nucleus(logits, warper)[0][sure], warper(None, logits)[sure])
-    sampler, positions = TokenSampler(temperature=1.0, top_p=0.9, seed=3), np.arange(300)
+    sampler, positions = TokenSampler(temperature=1.0, processors=[TopPLogitsWarper(0.9)], seed=3), np.arange(300)
     expected = TopPLogitsWarper(0.9)(None, logits) + sampler.noise(positions.tolist(), 60)
     assert sampler.tokens(logits, positions).tolist() == expected.argmax(-1).tolist()
 
