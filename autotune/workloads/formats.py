@@ -226,7 +226,7 @@ class _Vllm(_Row):
     def prompt(self, format: Format) -> Prompt:
         if (self.text is None) == (self.content is None):
             raise ValueError("a row has either 'prompt' or 'content'; give one of them")
-        asked = {"prompt": self.text, "images": self.image_files}
+        asked: dict[str, Any] = {"prompt": self.text, "images": self.image_files}
         if self.content is not None:
             asked = {"messages": [{"role": "user", "content": self.content}]}
         return Prompt.model_validate({**asked, "max_new_tokens": self.output_tokens})

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 
 from autotune.cost.surface import Point, Surface, standard_error
 from autotune.errors import UserError
@@ -57,8 +56,6 @@ def test_the_price_of_a_fit_counts_where_there_is_one() -> None:
     assert point.latency_ms == 2.5
     unmeasured = Surface(points=[Point(tokens=1, kv_length=0, fitted_ms=2.5)])
     assert latency(unmeasured, 1, 0) == 2.5 and unmeasured.measured == []
-    with pytest.raises(ValidationError, match="every point has samples_ms or fitted_ms"):
-        Surface.model_validate({"points": [{"tokens": 1, "kv_length": 0}]})
 
 
 def test_standard_errors_by_hand() -> None:
