@@ -2,9 +2,10 @@
 
 Traffic takes bytes over reached bandwidth, and arithmetic operations over peak throughput. An eager step takes the
 longest of both and the host's kernel launches; a captured step the longer of both, and the times of its kernels and of
-the host. Everything made from an estimate is marked ``estimated``. Eager speedups that papers published, and captured
-steps that engines published, are predicted with a median error of 13 % (``benchmarks/published_speedups.py``), single
-ones with far larger ones: an estimate serves to rank configurations.
+the host. Limits are scaled to tables that were measured on the device with other models. Everything made from an
+estimate is marked ``estimated``. Eager speedups that papers published, and captured steps that engines published, are
+predicted with a median error of 13 % (``benchmarks/published_speedups.py``), single ones with far larger ones: an
+estimate serves to rank configurations.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.documents.subnet import Subnet
 from autotune.files import Document, data_root
+from autotune.trees.limits import Floats
 
 # Of a GPU that is split into MIG slices.
 COMPUTE_SLICES = 7
@@ -39,6 +41,7 @@ LAYERS_OUTSIDE = 2.4  # eager launches outside the layers, as the number of laye
 KERNELS_OUTSIDE = 29  # captured kernels outside the layers
 HOST_MS = 0.41  # the host's part of a captured step, which copies its input, replays the graph and awaits the result
 ROUND_MS = 0.18  # a round outside the models, measured on the host of an H100; a level takes an eighth of it
+REGULARIZATION = 1e-6  # keeps scales at 1 that no measured point depends on
 
 
 class DatasheetLimits(Document, kind="device-limits"):
@@ -96,10 +99,7 @@ def find_limits(name: str) -> DatasheetLimits | None:
 
 def step_ms(shape: ModelShape, limits: DatasheetLimits, tokens: float, kv_length: float, mode: str = EAGER) -> float:
     """Latency of a forward of ``tokens`` tokens with ``kv_length`` tokens in the KV cache."""
-    memory_ms, arithmetic_ms, kernels_ms = _parts_ms(shape, limits, tokens, kv_length, mode)
-    device_ms = max(memory_ms, arithmetic_ms)
-    # The host launches kernels ahead of the device. Captured, each small kernel waits for the one before it.
-    return max(device_ms, kernels_ms) if mode == EAGER else device_ms + kernels_ms
+    return float(_latency_ms(np.array(_parts_ms(shape, limits, tokens, kv_length, mode)), mode))
 
 
 def device_bound_ms(shape: ModelShape, limits: DatasheetLimits, tokens: float, kv_length: float) -> float:
@@ -137,6 +137,53 @@ def _parts_ms(
     )
 
 
+def _latency_ms(parts_ms: Floats, mode: str) -> Floats:
+    """Latency [...] of forwards whose ``_parts_ms`` are given, [..., 3]."""
+    device_ms = parts_ms[..., :2].max(-1)
+    # The host launches kernels ahead of the device. Captured, each small kernel waits for the one before it.
+    return np.maximum(device_ms, parts_ms[..., 2]) if mode == EAGER else device_ms + parts_ms[..., 2]
+
+
+def anchored(limits: DatasheetLimits, measured: Sequence[CostTable], mode: str = EAGER) -> DatasheetLimits:
+    """Scale bandwidth, peak throughput and the time of launches, or else of captured kernels and the host, to tables
+    measured on the device in a mode, by least squares of log latency.
+
+    Limits that no measured point depends on are not changed. ``round_ms`` becomes the median of the tables.
+    """
+    from scipy.optimize import minimize
+
+    parts = [(table.target_shape, surface) for table in measured for surface in (table.decode, table.verify)]
+    for draft in (draft for table in measured for draft in table.drafts):
+        parts += [(draft.shape, surface) for surface in (draft.draft_first, draft.draft_level)]
+    models = [(shape, surface) for shape, surface in parts if shape is not None and shape.has_forward_pass]
+    points = [(shape, point) for shape, surface in models for point in surface.points]
+    if not points:
+        return limits
+    latency_ms = np.array([point.latency_ms for _, point in points])
+    parts_ms = np.array([_parts_ms(shape, limits, point.tokens, point.kv_length, mode) for shape, point in points])
+
+    def error(logs: Floats) -> float:
+        """Mean squared error with the parts scaled by ``exp(logs)``."""
+        residuals = np.log(_latency_ms(parts_ms * np.exp(logs), mode) / latency_ms)
+        return float((residuals**2).mean() + REGULARIZATION * (logs**2).sum())
+
+    # The error has no slope in a part that is never the largest, so minimize from several starting points.
+    starts = [np.array(start, np.float64) for start in itertools.product((0.0, 2.0), repeat=parts_ms.shape[1])]
+    fits = [minimize(error, start, method="Nelder-Mead", options={"xatol": 1e-4, "fatol": 1e-10}) for start in starts]
+    memory, arithmetic, kernels = np.exp(min(fits, key=lambda fit: float(fit.fun)).x).tolist()
+    kernel_time = "eager_layer_ms" if mode == EAGER else "kernel_ms"
+    return limits.model_copy(
+        update={
+            "memory_gb_per_second": limits.memory_gb_per_second / memory,
+            "bfloat16_tflops": limits.bfloat16_tflops / arithmetic,
+            "float32_tflops": limits.float32_tflops / arithmetic,
+            kernel_time: getattr(limits, kernel_time) * kernels,
+            "host_ms": limits.host_ms * (1 if mode == EAGER else kernels),
+            "round_ms": float(np.median([draft.overhead.round_ms for table in measured for draft in table.drafts])),
+        }
+    )
+
+
 def _surface(shape: ModelShape, limits: DatasheetLimits, tokens: tuple[int, ...], mode: str) -> Surface:
     """Latencies of forwards."""
     points = [
@@ -171,6 +218,7 @@ def estimate_table(
     precision: str,
     mode: str = EAGER,
     capture_sizes: tuple[int, ...] = (),
+    measured: Sequence[CostTable] = (),
 ) -> CostTable:
     """Estimate the cost table of a target and its drafts from the datasheet of a device. Prefills are eager in every
     mode.
@@ -179,9 +227,18 @@ def estimate_table(
         name: the device, which ``find_limits`` knows.
         drafts: each with a subnet and the shape that it has with this subnet.
         mode, capture_sizes: as in ``CostTable``.
+        measured: tables to scale the limits to; only measured ones of this device, precision and mode are used.
     """
-    limits = find_limits(name)
-    assert limits is not None, f"no datasheet of {name}"
+    datasheet = find_limits(name)
+    assert datasheet is not None, f"no datasheet of {name}"
+    same = [
+        table
+        for table in measured
+        if (table.device.name, table.precision, table.mode) == (name, precision, mode)
+        and (mode == EAGER or table.steps_version == STEPS_VERSION)
+    ]
+    anchors = [table for table in same if not table.estimated and table.target_shape is not None]
+    limits = anchored(datasheet, anchors, mode)
     tokens = capture_sizes or TOKENS
     memory_bytes = int(limits.memory_gb * 1e9)
     overhead = Overhead(round_ms=limits.round_ms, level_ms=float(np.round(limits.round_ms / 8, 3)))
@@ -193,6 +250,7 @@ def estimate_table(
         steps_version=STEPS_VERSION,
         capture_sizes=capture_sizes,
         estimated=True,
+        num_anchors=len(anchors),
         target=target,
         target_shape=target_shape,
         decode=_surface(target_shape, limits, (1,), mode),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -12,12 +13,12 @@ from pydantic import Field
 
 from autotune.cost.request_costs import Overhead, PrefillCost
 from autotune.cost.surface import Surface
-from autotune.documents.execution import round_up
+from autotune.documents.execution import EAGER, STEPS_VERSION, round_up
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance
 from autotune.documents.subnet import Subnet, Weights
 from autotune.errors import UserError
-from autotune.files import Document, content_key
+from autotune.files import Document, content_key, data_root
 from autotune.trees.limits import Floats
 
 if TYPE_CHECKING:
@@ -114,6 +115,10 @@ class DraftCosts(Document):
         return self.draft.is_same(draft) and self.subnet.priced == subnet.priced
 
 
+SizedDraft = tuple[ModelReference, Subnet, ModelShape]
+"""A draft, the part of it that drafts, and the sizes of this part."""
+
+
 class CostTable(Document, kind="cost-table", version=2, made_by="autotune measure"):
     """Latencies of a target and its drafts on one device, in the mode that decodes, over (tokens, KV length, subnet).
     The batch size is 1, because the rows of a batch are decoded one after another.
@@ -134,7 +139,7 @@ class CostTable(Document, kind="cost-table", version=2, made_by="autotune measur
     estimated: bool = False
     """Whether latencies are estimates from a datasheet."""
     num_anchors: int = Field(default=0, ge=0)
-    """Always 0."""
+    """Number of measured tables of the same device that the estimate is scaled to."""
     disturbed_samples: int = Field(default=0, ge=0)
     """Number of samples during which the device's speed changed, so that scaling by plain steps corrects them in part
     only.
@@ -203,6 +208,51 @@ class CostTable(Document, kind="cost-table", version=2, made_by="autotune measur
                     f"{source}: a cost table is valid for the {what} that it was measured with; this one is of {recorded}, not of "
                     f"{given}; delete it, or run autotune measure for this {what}"
                 )
+
+    def why_not_of(
+        self,
+        device: str,
+        target: ModelReference,
+        shape: ModelShape,
+        drafts: Sequence[SizedDraft],
+        *,
+        precision: str,
+        mode: str,
+        capture_sizes: tuple[int, ...],
+    ) -> str | None:
+        """The first property by which the table prices other models than these; None: it prices them. Models of one
+        architecture and of the same sizes have the same prices, whatever their weights.
+
+        Args:
+            device: its name, as in ``Fingerprint``.
+        """
+        differs = {
+            f"it is of {self.device.name}, not of {device}": self.device.name != device,
+            f"it is of {self.precision}, not of {precision}": self.precision != precision,
+            f"it is of mode {self.mode}, not of {mode}": self.mode != mode,
+            f"it has capture sizes {self.capture_sizes}, not {capture_sizes}": self.capture_sizes != capture_sizes,
+            f"its captured steps have version {self.steps_version}, these {STEPS_VERSION}": self.mode != EAGER
+            and self.steps_version != STEPS_VERSION,
+            f"{self.target.id} has another architecture or other sizes than {target.id}": not self.target.is_same(
+                target
+            )
+            and self.target_shape != shape,
+            **{
+                f"it has no draft of the kind and sizes of {draft[0].id}": not self._of_sizes(*draft)
+                for draft in drafts
+            },
+        }
+        return next((reason for reason, holds in differs.items() if holds), None)
+
+    def _of_sizes(self, draft: ModelReference, subnet: Subnet, shape: ModelShape) -> list[DraftCosts]:
+        """The costs of a draft, or of others of the same sizes."""
+        of_subnet = [costs for costs in self.drafts if costs.subnet.priced == subnet.priced]
+        return [costs for costs in of_subnet if costs.draft.is_same(draft) or costs.shape == shape]
+
+    def for_models(self, target: ModelReference, drafts: Sequence[SizedDraft]) -> CostTable:
+        """The same prices for other models, where ``why_not_of`` finds no difference."""
+        costs = [self._of_sizes(*draft)[0].model_copy(update={"draft": draft[0]}) for draft in drafts]
+        return self.model_copy(update={"target": target, "drafts": costs})
 
     @property
     def content_hash(self) -> str:
@@ -291,3 +341,11 @@ class DensePrices:
     draft_prefill: PrefillCost
     crossing_share: float = 0.0
     """As in ``ModelShape``, of the draft."""
+
+
+def shipped_tables() -> dict[str, list[Path]]:
+    """Shipped cost tables, ``profiles/<device>/*.cost.json``, by device name."""
+    tables: dict[str, list[Path]] = {}
+    for path in sorted((data_root() / "profiles").glob("*/*.cost.json")):
+        tables.setdefault(path.parent.name, []).append(path)
+    return tables

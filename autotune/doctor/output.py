@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autotune.console import Console
 from autotune.cost.roofline import datasheets, find_limits
+from autotune.cost.table import shipped_tables
 from autotune.doctor.diagnosis import Diagnosis, TargetFound
 from autotune.documents.decoding_profile import AR
 from autotune.machine.device import gib
@@ -24,8 +25,12 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
         for device in diagnosis.devices
     ]
     console.table("Devices", ["device", "name", "model", "driver", "free memory", "datasheet", "copy"], rows)
-    rows = [[name, *_limits(name)] for name in datasheets()]
-    console.table("Other devices (--gpu NAME)", ["name", "model", "bandwidth"], rows)
+    measured = {
+        name: ", ".join(path.name.removesuffix(".cost.json") for path in paths)
+        for name, paths in shipped_tables().items()
+    }
+    rows = [[name, *_limits(name), measured.get(name, "datasheet")] for name in sorted({*datasheets(), *measured})]
+    console.table("Other devices (--gpu NAME)", ["name", "model", "bandwidth", "prices from"], rows)
     if diagnosis.target is not None:
         _print_target(diagnosis.target, console)
 

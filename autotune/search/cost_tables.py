@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from autotune.console import Console, percent
-from autotune.cost.roofline import estimate_table
+from autotune.cost.roofline import estimate_table, find_limits
 from autotune.cost.surface import Surface
-from autotune.cost.table import CostTable
+from autotune.cost.table import CostTable, shipped_tables
 from autotune.documents.configuration import DraftVariant
 from autotune.documents.execution import AUTO, CUDA_GRAPH, EAGER, capture_sizes_for
 from autotune.documents.subnet import Subnet
+from autotune.errors import UserError
 from autotune.files import content_key
 from autotune.machine.device import gib
 from autotune.measuring.jobs import JobLog
@@ -30,26 +31,50 @@ from autotune.workloads.workload import Workload
 PRINTED_SIZES = (1, 4, 16, 64)  # tokens
 
 
-def table_for_gpu(gpu: str, model_pool: ModelPool, variants: Sequence[DraftVariant], mode: str = AUTO) -> CostTable:
-    """An estimate of the table of another device, which has a datasheet.
+def table_for_gpu(
+    gpu: str,
+    model_pool: ModelPool,
+    variants: Sequence[DraftVariant],
+    mode: str = AUTO,
+    *,
+    say: Callable[[str], object] = lambda line: None,
+) -> CostTable:
+    """The table of another device: its shipped measurement of models of these sizes, or an estimate from its datasheet
+    and its measurements of other models.
 
     Args:
         mode: of the table; ``auto``: captured steps, as on every GPU, but for models with states.
+        say: is told why a shipped table is not used.
 
     Raises:
-        UserError: any mode but ``eager`` for models with states.
+        UserError: the device has no datasheet, and its shipped tables describe other models; or any mode but ``eager``
+            for models with states.
     """
+    target = model_pool.target_reference
+    shipped = {path: CostTable.load(path) for path in shipped_tables().get(gpu, [])}
+    shape = model_pool.target.shape
     drafts = [(model_pool.references[d], subnet, model_pool.draft(d, subnet).shape) for d, subnet in variants]
     mode = check_mode(mode, model_pool.target.device, has_states=True) if model_pool.has_states else mode
     mode = CUDA_GRAPH if mode == AUTO else mode
+    sizes, precision = capture_sizes_for(mode, model_pool.capture_sizes), model_pool.precision
+    for path, table in shipped.items():
+        reason = table.why_not_of(gpu, target, shape, drafts, precision=precision, mode=mode, capture_sizes=sizes)
+        if reason is None:
+            return table.for_models(target, drafts)
+        say(f"{path.name} does not price this search: {reason}")
+    if find_limits(gpu) is None:
+        raise UserError(
+            f"--gpu {gpu}: its shipped tables are of other models than {target.id}; run autotune measure on that device"
+        )
     return estimate_table(
         gpu,
-        target=model_pool.target_reference,
-        target_shape=model_pool.target.shape,
+        target=target,
+        target_shape=shape,
         drafts=drafts,
-        precision=model_pool.precision,
+        precision=precision,
         mode=mode,
-        capture_sizes=capture_sizes_for(mode, model_pool.capture_sizes),
+        capture_sizes=sizes,
+        measured=[*shipped.values()],
     )
 
 
@@ -167,7 +192,8 @@ def print_table(table: CostTable, console: Console) -> None:
         cells = [f"{ms:.2f}" for ms in latencies] + ["-"] * (len(PRINTED_SIZES) - len(sizes))
         errors = percent(surface.held_out_error), percent(surface.uncertainty)
         rows.append([name, *cells, *(errors if console.verbose else ())])
-    mark = " (estimated)" if table.estimated else ""
+    anchors = f" from {table.num_anchors} measured tables" if table.num_anchors else ""
+    mark = f" (estimated{anchors})" if table.estimated else ""
     columns = ["part", *(f"{n} tok" for n in PRINTED_SIZES)]
     columns += ["leave-one-out error", "uncertainty"] if console.verbose else []
     console.table(f"Cost table, ms, at KV length {middle}{mark}", columns, rows)

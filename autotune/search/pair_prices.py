@@ -36,7 +36,7 @@ def price_pair(settings: SearchSettings, console: Console) -> CostTable:
         )
     pool = load_models(settings, "cpu", console, mode=EAGER, sizes_alone=True)
     variants = priced_variants(pool.subnets(subnets_of_drafts(settings.changes)))
-    table = table_for_gpu(card, pool, variants, settings.mode)
+    table = table_for_gpu(card, pool, variants, settings.mode, say=console.say)
     print_table(table, console)
     for costs in table.drafts:
         _print_rounds(table, costs, console)

@@ -151,7 +151,7 @@ class _SearchRun(SearchInputs):
         settings = self.settings
         if self.device is None:
             priced = priced_variants(self.variants)
-            table = table_for_gpu(str(settings.gpu), self.model_pool, priced, settings.mode)
+            table = table_for_gpu(str(settings.gpu), self.model_pool, priced, settings.mode, say=self.console.say)
             table.save(self.folder / f"{table.content_hash}.cost.json")
         else:
             # Not the deadline of the stage: the limit is part of the table's key.

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from pydantic import JsonValue, model_validator
 
 from autotune.cost.roofline import datasheets, find_limits
+from autotune.cost.table import shipped_tables
 from autotune.documents.deployment import RUNTIME
 from autotune.documents.execution import AUTO, check_capture_sizes
 from autotune.documents.option_fields import option_name, setting
@@ -250,7 +251,7 @@ def is_of_backend(change: str) -> bool:
 
 def device_for(gpu: str | None, device: str = "auto") -> str | None:
     """The local device to measure on: ``device``, or the one that is the card ``gpu``. None where this machine does not
-    have that card, whose datasheet is used.
+    have that card, whose shipped table or datasheet is used.
 
     Raises:
         UserError: an unknown device or card, or one of this machine that torch cannot use.
@@ -268,13 +269,15 @@ def device_for(gpu: str | None, device: str = "auto") -> str | None:
 
 
 def _require_known(gpu: str) -> None:
-    """Refuse a card without a datasheet."""
+    """Refuse a card without a cost table or datasheet."""
     if re.fullmatch(LOCAL, gpu):
         raise UserError(
             f"--gpu {gpu}: --gpu names a card, such as h100; for a device of this machine give --device {gpu}"
         )
     check_supported(gpu)
-    if find_limits(gpu) is None:
+    known = {*shipped_tables(), *datasheets()}
+    if gpu not in known and find_limits(gpu) is None:
         raise UserError(
-            f"--gpu {gpu}: neither a card of this machine nor one with a datasheet; {nearest(gpu, datasheets())}"
+            f"--gpu {gpu}: neither a card of this machine nor one with a shipped cost table or datasheet; "
+            f"{nearest(gpu, known)}"
         )

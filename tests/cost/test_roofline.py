@@ -11,14 +11,16 @@ from autotune.cost.roofline import (
     HOST_MS,
     KERNELS_OUTSIDE,
     DatasheetLimits,
+    anchored,
     datasheets,
     device_bound_ms,
     estimate_table,
     find_limits,
     step_ms,
 )
+from autotune.cost.surface import Surface
 from autotune.cost.table import CostTable, ModelShape
-from autotune.documents.execution import CUDA_GRAPH, DEFAULT_CAPTURE_SIZES
+from autotune.documents.execution import CUDA_GRAPH, DEFAULT_CAPTURE_SIZES, EAGER
 from autotune.documents.subnet import Subnet
 from autotune.machine.device import short_name
 from autotune.replay.trace import Forest, RecordedPrompt, join
@@ -156,6 +158,76 @@ def test_estimate_of_a_draft_with_blocks_that_cross() -> None:
     num_bytes = 2 * 10**11 + 10**6 * (0.75 * (1000 + 1) + 0.25 * (3000 + 1))
     limits = find_limits("h100")
     assert step_ms(shape, limits, 1, kv_length) == pytest.approx(num_bytes / (0.88 * limits.memory_gb_per_second * 1e6))
+
+
+def measured_table(limits: DatasheetLimits, mode: str = EAGER, **fields: object) -> CostTable:
+    """A table of a device with the given limits, whose steps take the time of memory, arithmetic and kernels."""
+    draft = SHAPE.model_copy(update={"text_parameters": 10**6, "num_layers": 2})
+    table = estimated(draft, mode=mode)
+
+    def surface(shape: ModelShape, known: Surface) -> Surface:
+        points = [
+            p.model_copy(update={"samples_ms": [step_ms(shape, limits, p.tokens, p.kv_length, mode)]})
+            for p in known.points
+        ]
+        return known.model_copy(update={"points": points})
+
+    (costs,) = table.drafts
+    costs = costs.model_copy(
+        update={
+            "draft_first": surface(draft, costs.draft_first),
+            "draft_level": surface(draft, costs.draft_level),
+            "overhead": costs.overhead.model_copy(update={"round_ms": 0.7}),
+        }
+    )
+    own = {"decode": surface(LARGE, table.decode), "verify": surface(LARGE, table.verify), "drafts": [costs]}
+    return table.model_copy(update={**own, "estimated": False, **fields})
+
+
+@pytest.mark.parametrize(("mode", "kernel_time"), [(EAGER, "eager_layer_ms"), (CUDA_GRAPH, "kernel_ms")])
+def test_limits_are_scaled_to_measurements(mode: str, kernel_time: str) -> None:
+    """Three quarters of the bandwidth, a thirtieth of the peak, twice the time of kernels: each is found from steps
+    that it bounds.
+    """
+    known = find_limits("h100")
+    reached = known.model_copy(
+        update={
+            "memory_gb_per_second": 0.75 * known.memory_gb_per_second,
+            "bfloat16_tflops": known.bfloat16_tflops / 30,
+            kernel_time: 2 * getattr(known, kernel_time),
+            "host_ms": (1 if mode == EAGER else 2) * known.host_ms,
+        }
+    )
+    scaled = anchored(known, [measured_table(reached, mode)], mode)
+    for name in ("memory_gb_per_second", "bfloat16_tflops", kernel_time, "host_ms"):
+        assert getattr(scaled, name) == pytest.approx(getattr(reached, name), rel=0.01), name
+    assert scaled.round_ms == 0.7
+    assert anchored(known, []) == known
+
+
+def test_estimate_is_scaled_to_tables_of_other_models() -> None:
+    """Tables of another precision or mode, estimates, and tables without shapes are not used."""
+    known = find_limits("h100")
+    slow = known.model_copy(update={"memory_gb_per_second": known.memory_gb_per_second / 2})
+    other = LARGE.model_copy(update={"text_parameters": 3 * 10**11})
+
+    def estimate(*tables: CostTable) -> CostTable:
+        return estimated(LARGE, other, measured=tables)
+
+    def step(table: CostTable) -> float:
+        return table.decode.points[0].latency_ms
+
+    anchored_table = estimate(measured_table(slow))
+    assert anchored_table.estimated and anchored_table.num_anchors == 1
+    assert step(anchored_table) == pytest.approx(2 * step(estimate()), rel=0.01)
+    unusable = [
+        measured_table(slow, precision="float32"),
+        measured_table(slow, CUDA_GRAPH),
+        measured_table(slow, estimated=True),
+        measured_table(slow, target_shape=None),
+    ]
+    table = estimate(*unusable)
+    assert table.num_anchors == 0 and step(table) == step(estimate())
 
 
 def test_an_image_costs_its_patches_and_the_launches_of_the_tower() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from autotune.cost.request_costs import FACTOR, Overhead, PrefillCost, fit_costs
-from autotune.cost.table import KV_STEP, DensePrices
+from autotune.cost.table import KV_STEP, DensePrices, shipped_tables
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
@@ -237,3 +238,14 @@ def test_dataframe_has_a_row_for_every_measured_point() -> None:
     (row,) = frame[(frame.part == "verify") & (frame.tokens == 8) & (frame.kv_length == 256)].itertuples()
     assert row.ms == 9.0
     assert len(frame) == len(table.decode.points) + len(tested.points) + 2 * len(costs.draft_first.points)
+
+
+def test_shipped_tables_are_found_by_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune.cost.table.data_root", lambda: tmp_path)
+    assert shipped_tables() == {}
+    for name in ("h100/a.cost.json", "h100/b.cost.json", "cpu/a.cost.json", "cpu/a.decode.json", "devices/h100.yaml"):
+        path = tmp_path / "profiles" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    names = {device: [path.name for path in paths] for device, paths in shipped_tables().items()}
+    assert names == {"cpu": ["a.cost.json"], "h100": ["a.cost.json", "b.cost.json"]}

@@ -24,7 +24,7 @@ FREE_MEMORY = "autotune.machine.device.free_memory"
 
 
 def test_short_names() -> None:
-    """Datasheets are filed under these names."""
+    """Datasheets and shipped tables are filed under these names."""
     # fmt: off
     for model, name in {
         "NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H100 PCIe": "h100-pcie",

@@ -293,7 +293,9 @@ def test_a_draft_without_a_model_is_timed_like_others(pair: Pair, workload: Work
         target_shape=target.shape,
         drafts=[(named, Subnet(), costs.shape)],
         precision="float32",
+        measured=[table.model_copy(update={"device": table.device.model_copy(update={"name": "h100"})})],
     )
+    assert estimated.num_anchors == 1
     assert {point.latency_ms for point in estimated.drafts[0].draft_level.points} == {0.0}
 
 

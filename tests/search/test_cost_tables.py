@@ -15,7 +15,7 @@ from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
 from autotune.measuring.jobs import JobLog, TimedJob
 from autotune.search import cost_tables
-from autotune.search.cost_tables import local_table, priced_variants
+from autotune.search.cost_tables import local_table, priced_variants, table_for_gpu
 from autotune.search.model_pool import ModelPool
 from autotune.search.space_files import load_space
 from autotune.study.ledger import Ledger
@@ -109,6 +109,51 @@ def test_table_of_another_model_device_or_precision_is_refused(
         with pytest.raises(UserError, match=message) as refused:
             table()
         assert str(refused.value).startswith(f"{path}: ")
+
+
+def test_a_shipped_table_prices_other_weights_of_the_same_sizes(
+    model_pool: ModelPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that was measured with random weights. One line names the property by which a table differs."""
+    priced = priced_variants(model_pool.subnets(load_space("quick")))
+    estimate = table_for_gpu("h100", model_pool, priced, "cuda-graph")
+    other, shape = ModelReference(id="random/weights", sha256="0" * 64), model_pool.target.shape
+    drafts = [costs.model_copy(update={"draft": other}) for costs in estimate.drafts]
+    decode = estimate.decode.model_copy(
+        update={"points": [point.model_copy(update={"samples_ms": [7.0]}) for point in estimate.decode.points]}
+    )
+    measured = estimate.model_copy(update={"estimated": False, "target": other, "drafts": drafts, "decode": decode})
+    path = tmp_path / "random.cost.json"
+    monkeypatch.setattr(cost_tables, "shipped_tables", lambda: {"h100": [path]})
+
+    def found(asked: str = "auto", **changes: Any) -> tuple[CostTable, list[str]]:
+        measured.model_copy(update=changes).save(path)
+        said: list[str] = []
+        return table_for_gpu("h100", model_pool, priced, asked, say=said.append), said
+
+    table, said = found()
+    assert said == [] and not table.estimated and table.decode == decode
+    assert table.target == model_pool.target_reference
+    assert {costs.draft for costs in table.drafts} == {model_pool.references[draft] for draft, _ in priced}
+    larger = shape.model_copy(update={"num_layers": shape.num_layers + 1})
+    foreign = shape.model_copy(update={"architecture": "another"})
+    no_draft = [costs.model_copy(update={"shape": larger}) for costs in drafts]
+    for mode, changes, reason in (
+        ("auto", {"precision": "bfloat16"}, "it is of bfloat16, not of float32"),
+        ("eager", {}, "it is of mode cuda-graph, not of eager"),
+        ("auto", {"mode": "eager", "capture_sizes": ()}, "it is of mode eager, not of cuda-graph"),
+        ("auto", {"capture_sizes": (1, 64)}, "it has capture sizes (1, 64), not (1, 2,"),
+        ("auto", {"device": cost_table().device}, "it is of abacus, not of h100"),
+        ("auto", {"steps_version": 1}, "its captured steps have version 1, these 2"),
+        ("auto", {"target_shape": larger}, "random/weights has another architecture or other sizes than"),
+        ("auto", {"target_shape": foreign}, "random/weights has another architecture or other sizes than"),
+        ("auto", {"drafts": no_draft}, "it has no draft of the kind and sizes of"),
+    ):
+        table, said = found(mode, **changes)
+        assert table.estimated and len(said) == 1
+        assert said[0].startswith(f"random.cost.json does not price this search: {reason}"), said
+    table, said = found("eager", mode="eager", capture_sizes=(), steps_version=1)
+    assert said == [] and not table.estimated, "eager steps have not changed"
 
 
 @pytest.mark.parametrize("mode", ["eager", "cuda-graph"])
