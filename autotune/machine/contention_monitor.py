@@ -62,7 +62,7 @@ class ContentionMonitor:
             other_cores=None if all_cores is None else max(0.0, all_cores - own_cores),
             stolen_cores=rate("stolen"),
             cpu_pressure=rate("waiting"),
-            load_average=_load_average(),
+            load_average=psutil.getloadavg()[0],
             throttled=rate("throttled"),
             thermal_throttles=None if throttles is None else int(throttles),
             gpu_processes=gpu_processes,
@@ -139,13 +139,6 @@ def _own_cpu_s() -> float:
     return seconds
 
 
-def _load_average() -> float | None:
-    try:
-        return os.getloadavg()[0]
-    except (OSError, AttributeError):  # not on Windows
-        return None
-
-
 def _gpu_state(device: str) -> tuple[int | None, set[str]]:
     """Number of other processes on a GPU, and why it runs slowly now; (None, no reason) for the CPU and without
     NVML.
@@ -156,14 +149,10 @@ def _gpu_state(device: str) -> tuple[int | None, set[str]]:
     import torch
 
     try:
-        pynvml.nvmlInit()
-        try:
-            uuid = torch.cuda.get_device_properties(device).uuid
-            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-            pids = {process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
-            bits = pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
-        finally:
-            pynvml.nvmlShutdown()
+        pynvml.nvmlInit()  # as often as one likes; it ends with the process
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        pids = {process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+        bits = pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
     except (pynvml.NVMLError, RuntimeError):
         return None, set()
     # In a container, NVML may know this process by a number of the host: then one of the processes is this one.
