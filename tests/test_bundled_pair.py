@@ -76,12 +76,12 @@ def pair(request: pytest.FixtureRequest, text_pair: Pair, tmp_path_factory: pyte
 def test_output_equals_plain_decoding_on_held_out_prompts(pair, is_sampled, num_prompts):
     """Greedily that of Hugging Face's ``generate``; sampled that of plain decoding with the same seed."""
     processor, target, draft, *_ = pair
-    decoder, plain, lengths = Decoder(target, draft), Decoder(target), []
+    plain, lengths = Decoder(target), []
     most_tokens = 40 if is_sampled else 60 if num_prompts == len(CONFIGURATIONS) else None
     for number, prompt in enumerate(pair.held_out(num_prompts, most_tokens).prompts):
         inputs = prompt.inputs(processor)
         tree, keep = CONFIGURATIONS[number % len(CONFIGURATIONS)]
-        decoder.configure(tree, visual_keep=keep)
+        decoder = Decoder(target, draft, tree=tree, visual_keep=keep)
         settings = {"max_new_tokens": prompt.settings.max_new_tokens}
         if is_sampled:
             settings |= {

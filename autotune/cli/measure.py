@@ -48,7 +48,7 @@ def command(output: Path | None, table: Path | None, as_json: bool, **values: An
     from autotune.console import Console
     from autotune.machine.contention_monitor import wait_until_idle
     from autotune.machine.device import choose_device
-    from autotune.measuring.jobs import BlockLog
+    from autotune.measuring.jobs import JobLog
     from autotune.search.cost_tables import measure_table, priced_variants, print_table
     from autotune.search.inputs import load_models
 
@@ -61,7 +61,7 @@ def command(output: Path | None, table: Path | None, as_json: bool, **values: An
     prompts = prompts.fitting(pool.processor, pool.target.max_context, console.say)
     if settings.wait_until_idle_s is not None:
         wait_until_idle(settings.wait_until_idle_s, str(pool.target.device), console)
-    log = BlockLog(WORKSPACE / "measured" / f"{content_key([settings.key, pool.key])}.jsonl")
+    log = JobLog(WORKSPACE / "measured" / f"{content_key([settings.key, pool.key])}.jsonl")
     measured = measure_table(pool, priced_variants(pool.subnets(space)), prompts, console, settings.budget_s, log)
     provenance = measured.provenance.model_copy(update={"settings_key": settings.key})
     measured = measured.model_copy(update={"provenance": provenance})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from autotune.errors import UserError
 from autotune.files import Document
@@ -76,13 +76,6 @@ class Surface(Document):
     without a fit.
     """
 
-    @field_validator("points")
-    @classmethod
-    def _have_prices(cls, points: list[Point]) -> list[Point]:
-        if any(point.fitted_ms is None and not point.samples_ms for point in points):
-            raise ValueError("every point has samples_ms or fitted_ms")
-        return points
-
     @property
     def max_tokens(self) -> int:
         return max(point.tokens for point in self.points)
@@ -103,8 +96,6 @@ class Surface(Document):
         """
         grid_tokens, grid_lengths = (np.unique([getattr(p, x) for p in self.points]) for x in ("tokens", "kv_length"))
         known = {(point.tokens, point.kv_length): point.latency_ms for point in self.points}
-        if len(known) != (size := len(grid_tokens) * len(grid_lengths)):
-            raise UserError(f"a cost surface is a full grid; got {len(known)} of its {size} points; measure again")
         latency = np.array([[known[n, m] for m in grid_lengths] for n in grid_tokens])
         if tokens.max() > grid_tokens[-1] or kv_length.max() > MAX_EXTRAPOLATION * grid_lengths[-1]:
             raise UserError(

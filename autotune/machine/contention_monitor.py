@@ -10,7 +10,6 @@ import os
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -27,17 +26,8 @@ IDLE_SECONDS = 3  # in a row
 POLL_S = 1.0
 
 
-@dataclass(frozen=True)
-class _Counters:
-    """Counters that only grow; seconds unless named otherwise."""
-
-    wall_s: float
-    own_s: float
-    busy_s: float | None
-    stolen_s: float | None
-    waiting_s: float | None
-    throttled_s: float | None
-    thermal_throttles: int | None
+Counters = dict[str, float | None]
+"""Counters that only grow, by name: seconds, and numbers of throttles; None for one that this machine lacks."""
 
 
 class ContentionMonitor:
@@ -48,29 +38,33 @@ class ContentionMonitor:
     def __init__(self, device: str = "cpu", *, clock: Callable[[], float] = time.monotonic) -> None:
         self._device, self._clock = device, clock
         self._reasons = _gpu_state(device)[1]
-        self._started = _read_counters(clock())
+        self._started, self._started_at = _read_counters(), clock()
 
     def contention(self) -> Contention:
         """The contention until now."""
-        first, last = self._started, _read_counters(self._clock())
-        seconds = last.wall_s - first.wall_s
+        first, last = self._started, _read_counters()
+        seconds = self._clock() - self._started_at
 
-        def share(before: float | None, after: float | None) -> float | None:
-            return None if before is None or after is None else max(0.0, after - before) / max(seconds, 1e-9)
+        def growth(name: str) -> float | None:
+            before, after = first[name], last[name]
+            return None if before is None or after is None else max(0.0, after - before)
 
-        own_cores, all_cores = share(first.own_s, last.own_s) or 0.0, share(first.busy_s, last.busy_s)
-        throttles = first.thermal_throttles, last.thermal_throttles
+        def rate(name: str) -> float | None:
+            grown = growth(name)
+            return None if grown is None else grown / max(seconds, 1e-9)
+
+        own_cores, all_cores, throttles = rate("own") or 0.0, rate("busy"), growth("throttles")
         gpu_processes, reasons = _gpu_state(self._device)
         return Contention(
             seconds=seconds,
             num_cores=psutil.cpu_count() or 1,
             own_cores=own_cores,
             other_cores=None if all_cores is None else max(0.0, all_cores - own_cores),
-            stolen_cores=share(first.stolen_s, last.stolen_s),
-            cpu_pressure=share(first.waiting_s, last.waiting_s),
-            load_average=_load_average(),
-            throttled=share(first.throttled_s, last.throttled_s),
-            thermal_throttles=None if None in throttles else max(0, (throttles[1] or 0) - (throttles[0] or 0)),
+            stolen_cores=rate("stolen"),
+            cpu_pressure=rate("waiting"),
+            load_average=psutil.getloadavg()[0],
+            throttled=rate("throttled"),
+            thermal_throttles=None if throttles is None else int(throttles),
             gpu_processes=gpu_processes,
             gpu_throttle_reasons=tuple(sorted(self._reasons | reasons)),
         )
@@ -103,7 +97,7 @@ def wait_until_idle(
     return waited_s
 
 
-def _read_counters(wall_s: float) -> _Counters:
+def _read_counters() -> Counters:
     cpu_times = _cpu_times()
     waiting = re.search(r"^some .*total=(\d+)", text_of(proc() / "pressure" / "cpu"), re.MULTILINE)
     thermal = [
@@ -111,15 +105,14 @@ def _read_counters(wall_s: float) -> _Counters:
         for path in container.SYS.glob("devices/system/cpu/cpu*/thermal_throttle/core_throttle_count")
         if (text := text_of(path).strip()).isdigit()
     ]
-    return _Counters(
-        wall_s=wall_s,
-        own_s=_own_cpu_s(),
-        busy_s=None if cpu_times is None else sum(getattr(cpu_times, name, 0.0) for name in BUSY),
-        stolen_s=getattr(cpu_times, "steal", None),
-        waiting_s=None if waiting is None else int(waiting[1]) / 1e6,
-        throttled_s=throttled_s(),
-        thermal_throttles=sum(thermal) if thermal else None,
-    )
+    return {
+        "own": _own_cpu_s(),
+        "busy": None if cpu_times is None else sum(getattr(cpu_times, name, 0.0) for name in BUSY),
+        "stolen": getattr(cpu_times, "steal", None),
+        "waiting": None if waiting is None else int(waiting[1]) / 1e6,
+        "throttled": throttled_s(),
+        "throttles": sum(thermal) if thermal else None,
+    }
 
 
 def _cpu_times() -> Any | None:
@@ -146,13 +139,6 @@ def _own_cpu_s() -> float:
     return seconds
 
 
-def _load_average() -> float | None:
-    try:
-        return os.getloadavg()[0]
-    except (OSError, AttributeError):  # not on Windows
-        return None
-
-
 def _gpu_state(device: str) -> tuple[int | None, set[str]]:
     """Number of other processes on a GPU, and why it runs slowly now; (None, no reason) for the CPU and without
     NVML.
@@ -163,14 +149,10 @@ def _gpu_state(device: str) -> tuple[int | None, set[str]]:
     import torch
 
     try:
-        pynvml.nvmlInit()
-        try:
-            uuid = torch.cuda.get_device_properties(device).uuid
-            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-            pids = {process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
-            bits = pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
-        finally:
-            pynvml.nvmlShutdown()
+        pynvml.nvmlInit()  # as often as one likes; it ends with the process
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        pids = {process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+        bits = pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
     except (pynvml.NVMLError, RuntimeError):
         return None, set()
     # In a container, NVML may know this process by a number of the host: then one of the processes is this one.

@@ -102,7 +102,6 @@ def _query_nvml() -> tuple[str, list[str]]:
         version = str(pynvml.nvmlSystemGetDriverVersion())
         gpus = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         models = [str(pynvml.nvmlDeviceGetName(handle)) for gpu in gpus for handle in _mig_slices(gpu) or [gpu]]
-        pynvml.nvmlShutdown()
     except pynvml.NVMLError:
         return "", []
     return version, models

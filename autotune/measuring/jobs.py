@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -55,13 +56,6 @@ def plain_steps_ms(bench: Bench, kv_length: int) -> list[float]:
 
 
 @dataclass(frozen=True)
-class PlainSteps:
-    """A job: consecutive plain steps."""
-
-    kv_length: int
-
-
-@dataclass(frozen=True)
 class TimedRound:
     """Verification, the draft's first forward, draft levels. Without a size, a step is run small and untimed."""
 
@@ -71,14 +65,13 @@ class TimedRound:
 
 
 @dataclass(frozen=True)
-class Rounds:
-    """A job: consecutive rounds of a draft, after untimed ones."""
+class Job:
+    """Consecutive rounds of a draft, after untimed ones; or consecutive plain steps at a KV length."""
 
-    draft: int
-    rounds: tuple[TimedRound, ...]
+    draft: int | None = None
+    rounds: tuple[TimedRound, ...] = ()
+    kv_length: int = 0
 
-
-Job = PlainSteps | Rounds
 
 Samples = list[tuple[str, int, int, float]]
 """(part, tokens, KV length, ms) per sample."""
@@ -98,24 +91,12 @@ class TimedJob(Document):
         return math.sqrt(self.plain_ms[0] * self.plain_ms[1])
 
 
-class Block(Document):
-    """Consecutive jobs of one process."""
+class JobLog:
+    """Timed jobs of one table, from which an interrupted measurement continues. Lines that a crash has left incomplete,
+    or another version has written, are skipped.
 
-    jobs: list[TimedJob]
-
-
-class LogHeader(Document):
-    """The first line of a log."""
-
-    threads: int | None
-    """CPU threads of all steps; None for torch's default."""
-
-
-class BlockLog:
-    """Blocks of samples of one table, from which an interrupted measurement continues.
-
-    Samples are multiples of the plain steps before and after them, so blocks of another hour, when the machine was
-    faster or slower, serve as well as new ones.
+    Samples are multiples of the plain steps before and after them, so jobs of another hour, when the machine was faster
+    or slower, serve as well as new ones.
 
     Args:
         path: file of the log, named by all that determines the sizes and the models.
@@ -123,27 +104,22 @@ class BlockLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.header: LogHeader | None = None
-        self.blocks: list[Block] = []
-        for line in read_lines(path):
-            try:
-                if "threads" in line:
-                    self.header = LogHeader.model_validate(line, strict=False)
-                else:
-                    self.blocks.append(Block.model_validate(line, strict=False))
-            except ValidationError:  # of another version
-                continue
-        if self.header is None:
-            self.blocks = []
+        first, *others = read_lines(path) or [{}]
+        self.is_begun = "threads" in first
+        self.threads: int | None = first.get("threads")
+        """CPU threads of all steps; None for torch's default."""
+        self.jobs: list[TimedJob] = []
+        for line in others if self.is_begun else ():
+            with suppress(ValidationError):
+                self.jobs.append(TimedJob.model_validate(line, strict=False))
 
-    def begin(self, header: LogHeader) -> None:
+    def begin(self, threads: int | None) -> None:
         """Write the first line."""
-        self.header = header
-        append_line(self.path, header.model_dump(mode="json"))
+        self.is_begun, self.threads = True, threads
+        append_line(self.path, {"threads": threads})
 
-    def append(self, block: Block) -> None:
-        """Keep a block."""
-        append_line(self.path, block.model_dump(mode="json"))
+    def append(self, jobs: Sequence[TimedJob]) -> None:
+        append_line(self.path, *(job.model_dump(mode="json") for job in jobs))
 
 
 ITERATIONS = 3

@@ -19,7 +19,7 @@ from autotune.drafters.checkpoint import LoadedDraft
 from autotune.errors import UserError
 from autotune.machine.contention_monitor import ContentionMonitor
 from autotune.machine.device import fingerprint
-from autotune.measuring.jobs import BlockLog, LogHeader
+from autotune.measuring.jobs import JobLog
 from autotune.measuring.request_timing import (
     LEAST_PREFILLS,
     OverheadRuns,
@@ -60,7 +60,7 @@ def measure_costs(
     workload: Workload,
     *,
     settings: CostSettings = DEFAULT_SETTINGS,
-    log: BlockLog | None = None,
+    log: JobLog | None = None,
     report: Report = lambda done, total: None,
     say: Callable[[str], None] = lambda text: None,
     clock: Callable[[], float] = time.monotonic,
@@ -169,14 +169,14 @@ def measure_costs(
 
 
 def _choose_threads(
-    benches: list[StepBench], limit_s: float, log: BlockLog | None, clock: Callable[[], float]
+    benches: list[StepBench], limit_s: float, log: JobLog | None, clock: Callable[[], float]
 ) -> int | None:
     """The number of CPU threads: the number of the samples in the log, or else the best one."""
-    if log is not None and log.header is not None:
-        return log.header.threads
+    if log is not None and log.is_begun:
+        return log.threads
     threads = choose_threads(benches, until=clock() + THREADS_SHARE * limit_s, clock=clock)
     if log is not None:
-        log.begin(LogHeader(threads=threads))
+        log.begin(threads)
     return threads
 
 

@@ -29,13 +29,10 @@ from autotune.measuring.jobs import (
     ITERATIONS,
     SLOW_STEP_MS,
     Bench,
-    Block,
-    BlockLog,
     Job,
+    JobLog,
     Key,
     Observations,
-    PlainSteps,
-    Rounds,
     Samples,
     TimedJob,
     TimedRound,
@@ -75,7 +72,7 @@ class Sampler:
     Args:
         subnets: of each bench, its network and subnet: subnets of one network share what they can. Default: all are
             different networks.
-        log: keeps every block of samples as soon as it is complete, and holds the blocks of an interrupted run.
+        log: keeps timed jobs, a block at a time, and holds those of an interrupted run.
         clock: seconds.
     """
 
@@ -85,7 +82,7 @@ class Sampler:
         settings: CostSettings,
         *,
         subnets: Sequence[tuple[int, Subnet]] | None = None,
-        log: BlockLog | None = None,
+        log: JobLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.benches, self.settings, self._log, self._clock = benches, settings, log, clock
@@ -125,8 +122,7 @@ class Sampler:
         self._latest_draft: int | None = None
         self._latest_plain_ms = 0.0
         self._untimed = _usual_round(settings)
-        for block in () if log is None else log.blocks:
-            self._add(block)
+        self._add([] if log is None else log.jobs)
 
     # -------- results
 
@@ -281,10 +277,10 @@ class Sampler:
             self._random.shuffle(own_rounds)
             in_a_row = SLOW_ROUNDS_IN_A_ROW if self._is_slow else ROUNDS_IN_A_ROW
             firsts_of_jobs = range(0, len(own_rounds), in_a_row)
-            groups.append([Rounds(draft, tuple(own_rounds[i : i + in_a_row])) for i in firsts_of_jobs])
+            groups.append([Job(draft, tuple(own_rounds[i : i + in_a_row])) for i in firsts_of_jobs])
         # Among the rounds, so that the plain steps next to them are like the plain steps before and after rounds.
         for _, kv_length in decode:
-            self._random.choice(groups).append(PlainSteps(kv_length))
+            self._random.choice(groups).append(Job(kv_length=kv_length))
         for group in groups:
             self._random.shuffle(group)
         self._random.shuffle(groups)
@@ -297,23 +293,21 @@ class Sampler:
         timed: list[TimedJob] = []
         before = self._plain_step_after_a_round()
         for job in jobs:
-            if not isinstance(job, PlainSteps) and job.draft != self._latest_draft:
+            if job.draft is not None and job.draft != self._latest_draft:
                 before = self._begin_draft(job.draft)
             samples = self._samples(job, until)
-            after = self._plain_step_ms() if isinstance(job, Rounds) else self._plain_step_after_a_round()
-            draft = job.draft if isinstance(job, Rounds) else None
-            timed.append(TimedJob(plain_ms=(before, after), samples=samples, draft=draft))
+            after = self._plain_step_after_a_round() if job.draft is None else self._plain_step_ms()
+            timed.append(TimedJob(plain_ms=(before, after), samples=samples, draft=job.draft))
             before = after
             if self._clock() >= until:
                 break
-        block = Block(jobs=timed)
-        self._add(block)
+        self._add(timed)
         if self._log is not None:
-            self._log.append(block)
+            self._log.append(timed)
 
-    def _add(self, block: Block) -> None:
-        self.jobs += block.jobs
-        for job in block.jobs:
+    def _add(self, jobs: Sequence[TimedJob]) -> None:
+        self.jobs += jobs
+        for job in jobs:
             for part, tokens, kv_length, ms in job.samples:
                 self.samples[part].setdefault((tokens, kv_length), []).append(ms / job.reference_ms)
 
@@ -345,7 +339,7 @@ class Sampler:
         return self._latest_plain_ms
 
     def _samples(self, job: Job, until: float) -> Samples:
-        if isinstance(job, PlainSteps):
+        if job.draft is None:
             return [(DECODE, 1, job.kv_length, ms) for ms in plain_steps_ms(self.benches[0], job.kv_length)]
         for _ in range(UNTIMED_ROUNDS):
             self._run_untimed_round(job.draft)

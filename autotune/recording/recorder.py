@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.recording.answers import ANSWERS_AT_ONCE, AnswerRecorder, read_answer, write_answer
 from autotune.recording.answers import Answer as Answer
-from autotune.replay.trace import PER_PROMPT, Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
+from autotune.replay.trace import FOREST, PER_PROMPT, Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
 from autotune.runtime.answer_keys import SOFTWARE, AnswerKeys
 from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.limits import MAX_STEP
@@ -238,14 +238,11 @@ class Recorder:
         return self._features[key]
 
 
-_FOREST = tuple(field.name for field in fields(Forest))
-
-
 def _read_part(path: Path) -> RecordedPrompt | None:
     """None where the record is missing or damaged."""
     try:
         arrays = load(path.read_bytes())
-        forest = Forest(*(arrays[name] for name in _FOREST))
+        forest = Forest(*(arrays[name] for name in FOREST))
         lengths = dict(zip(PER_PROMPT, arrays["lengths"].tolist(), strict=True))
         return RecordedPrompt(forest, **lengths)
     except (OSError, SafetensorError, KeyError, ValueError, TypeError):
@@ -253,7 +250,7 @@ def _read_part(path: Path) -> RecordedPrompt | None:
 
 
 def _write_part(path: Path, part: RecordedPrompt) -> None:
-    arrays = {name: np.ascontiguousarray(getattr(part.forest, name)) for name in _FOREST}
+    arrays = {name: np.ascontiguousarray(getattr(part.forest, name)) for name in FOREST}
     lengths = np.array([getattr(part, name) for name in PER_PROMPT])
     write_bytes(path, save({**arrays, "lengths": lengths}))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -261,7 +261,8 @@ def join(header: TraceHeader, parts: list[RecordedPrompt]) -> Trace:
 
 
 _ARRAYS = ("answer_start", "first_node", *PER_PROMPT)
-_FOREST = ("answer", "child_token", "child_logprob", "child_node", "retrieved", "match_length")
+FOREST = tuple(entry.name for entry in fields(Forest))
+"""Names of the arrays of a forest."""
 
 
 def save_trace(path: Path, trace: Trace) -> None:
@@ -269,7 +270,7 @@ def save_trace(path: Path, trace: Trace) -> None:
     from safetensors.numpy import save
 
     arrays: dict[str, Any] = {name: getattr(trace, name) for name in _ARRAYS}
-    arrays |= {name: getattr(trace.forest, name) for name in _FOREST}
+    arrays |= {name: getattr(trace.forest, name) for name in FOREST}
     # Tokens and nodes fit in 32 bits.
     small = {
         name: np.ascontiguousarray(a if a.dtype == np.float32 else a.astype(np.int32)) for name, a in arrays.items()
@@ -287,21 +288,17 @@ def load_trace(path: Path) -> Trace:
     """
     from safetensors.numpy import load
 
-    header = TraceHeader.load(path)
-    arrays_path = path.with_suffix(".safetensors")
-    advice = "record it again with autotune record"
-    try:
-        content = arrays_path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{arrays_path}: the trace's arrays cannot be read ({error}); {advice}") from None
+    header, arrays_path = TraceHeader.load(path), path.with_suffix(".safetensors")
+    content = arrays_path.read_bytes() if arrays_path.is_file() else b""
     if hashlib.sha256(content).hexdigest() != header.arrays_sha256:
-        raise UserError(f"{arrays_path}: the trace's arrays are not those of {path.name}: damaged, or older; {advice}")
+        raise UserError(
+            f"{arrays_path}: the arrays are not those that were written with {path.name}; record the trace again with "
+            "autotune record"
+        )
     arrays = load(content)
-    if not len(header.prompts) == len(header.tasks) == len(arrays["prompt_length"]):
-        raise UserError(f"{path}: a trace has as many prompts and tasks as arrays; {advice}")
     wide = {name: array if array.dtype == np.float32 else array.astype(np.int64) for name, array in arrays.items()}
     return Trace(
         header.model_copy(update={"arrays_sha256": ""}),
-        Forest(*(wide[name] for name in _FOREST)),
+        Forest(*(wide[name] for name in FOREST)),
         *(wide[name] for name in _ARRAYS),
     )

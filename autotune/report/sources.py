@@ -17,8 +17,7 @@ from autotune.files import WORKSPACE, read_lines
 from autotune.replay.evaluator import Candidate
 from autotune.replay.reference_replay import ReplayedRound, rounds
 from autotune.replay.trace import Trace, load_trace
-from autotune.study.document import StudyDocument, files_by_age, load_study, newest_profile
-from autotune.study.folder import find_study
+from autotune.study.document import StudyDocument, files_by_age, find_study, load_study, newest_profile
 from autotune.study.ledger import Ledger, Record
 from autotune.study.records import ScreenedSubnet, screened_in
 from autotune.study.storage import LEDGER, RUNS, study_folder

@@ -103,12 +103,6 @@ class Decoder:
         self._prepared: dict[tuple[bool, ...], tuple[int, int]] = {}
         """By ``sampled``, context tokens, and how many captures of the device had been dropped by then."""
 
-    def configure(self, tree: Any, **point: Any) -> None:
-        """Decode all further requests with the same draft and another tree; ``point`` is as in the constructor."""
-        self._prepared = {}
-        self.point = LoadedPoint(self.draft, tree=tree, **point)
-        check_paths(self.point, self.target)
-
     def prepare(
         self,
         context_tokens: int = DEFAULT_CONTEXT_TOKENS,
@@ -307,7 +301,7 @@ class Decoder:
         try:
             yield session.prefill()
             while not session.is_finished:
-                yield session.plain_step() if session.is_plain else session.round()
+                yield session.advance()
         finally:
             session.close()
             for observe in self.observers:

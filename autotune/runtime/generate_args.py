@@ -35,21 +35,24 @@ _NO_TOKEN = torch.iinfo(torch.long).max  # before the text, for stopping criteri
 _ROWWISE_STOPS = (*_COUNTED_STOPS, "StopStringCriteria", "MaxTimeCriteria")
 _OTHER_ROWWISE = ("NoBadWordsLogitsProcessor", "NoRepeatNGramLogitsProcessor", "SequenceBiasLogitsProcessor")
 _ROWWISE_PROCESSORS = {*AT_ONCE, *_OTHER_ROWWISE}
-_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 _VISION_INPUTS = (
     *("pixel_values", "pixel_values_videos", "pixel_attention_mask", "image_sizes", "image_grid_thw", "video_grid_thw"),
     *("image_position_ids", "video_position_ids", "num_frames_per_video", "batch_num_images", "vision_aspect_ratio"),
     *("vision_feature_layer", "vision_feature_select_strategy"),
 )
 _TOKEN_TYPES = (torch.int64, torch.int32)
-# Settings of a model's own generation config that no request asked for, with those that decode one sequence token by
-# token. The first ones change the answer.
-_OTHER_SEARCHES = {"num_beams": 1, "num_return_sequences": 1, "penalty_alpha": 0.0, "dola_layers": None}
-_IN_PLACE: dict[str, Any] = {
+# Settings of generate that decoding one sequence in rounds has not, with the values at which they change nothing: other
+# ones are refused in a call, and set aside where a model's own generation config has them. The first ones change the
+# answer.
+_OTHER_SEARCHES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("num_beams", "num_return_sequences"), (1,)),
+    **{"penalty_alpha": (0.0,), "dola_layers": (None,)},
+}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
     **_OTHER_SEARCHES,
-    **{"num_beam_groups": 1, "prompt_lookup_num_tokens": None, "assistant_early_exit": None, "use_cache": True},
-    **dict.fromkeys(_OUTPUTS, False),
-    "cache_implementation": "dynamic",
+    **{"num_beam_groups": (1,), "prompt_lookup_num_tokens": (None,), "assistant_early_exit": (None,)},
+    **dict.fromkeys(("output_scores", "output_logits", "output_attentions", "output_hidden_states"), (False,)),
+    **{"use_cache": (True, False), "cache_implementation": ("dynamic", "static", "sliding_window", "hybrid")},
 }
 
 
@@ -179,15 +182,21 @@ def check_values(values: Mapping[str, Any]) -> None:
     """Refuse tokens and masks of wrong types, which fail far from here or mean something else to torch."""
     tokens, mask = values["input_ids"], values.get("attention_mask")
     if not isinstance(tokens, Tensor) or tokens.ndim != 2 or 0 in tokens.shape or tokens.dtype not in _TOKEN_TYPES:
-        found = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
         raise UserError(
-            f"input_ids are integers [prompts, tokens], at least one of each; got {found}; pass return_tensors='pt' to the processor"
+            f"input_ids are integers [prompts, tokens], at least one of each; got {_shown(tokens)}; "
+            "pass return_tensors='pt' to the processor"
         )
-    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != tokens.shape):
-        found = f"{list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise UserError(f"attention_mask is as large as input_ids, {list(tokens.shape)}; got {found}; give another")
-    if mask is not None and not bool(mask.bool().any(1).all()):
-        raise UserError("every prompt has a token to attend to; attention_mask has a row of zeros; drop that prompt")
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.shape != tokens.shape or not bool(mask.bool().any(1).all()):
+        raise UserError(
+            f"attention_mask is as large as input_ids, {list(tokens.shape)}, and shows a token of every prompt; "
+            f"got {_shown(mask)}; give another"
+        )
+
+
+def _shown(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def check_tokens(model: Any, inputs: Mapping[str, Any]) -> None:
@@ -238,9 +247,10 @@ def _usable_settings(config: Any, *, asked: Mapping[str, Any]) -> dict[str, Any]
     """Settings in place of those of a model's own generation config that trees cannot honour, or transformers refuses,
     where the call asks for none; warns of those that change the answer.
     """
-    given = {name: getattr(config, name, None) for name in _IN_PLACE if asked.get(name) is None}
-    usable = {name: value for name, value in _IN_PLACE.items() if given.get(name) not in (None, value)}
-    if others := [f"{name} {given[name]}" for name in usable if name in _OTHER_SEARCHES]:
+    given = {name: getattr(config, name, None) for name in _NEUTRAL if asked.get(name) is None}
+    odd = {name: value for name, value in given.items() if value is not None and value != _NEUTRAL[name][0]}
+    usable = {name: _NEUTRAL[name][0] for name in odd}
+    if others := [f"{name} {value}" for name, value in odd.items() if name in _OTHER_SEARCHES]:
         warnings.warn(
             f"the model's generation config has {', '.join(others)}; one sequence is decoded, token by token",
             stacklevel=5,
@@ -264,11 +274,10 @@ def prepare_call(
         # Generate would ask for the tokenizer, which it does not accept together with a custom method.
         stops = [*(inputs.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, stop_strings)]
         inputs |= {"stopping_criteria": StoppingCriteriaList(stops), "stop_strings": None}
-    _check_cache(inputs.get("cache_implementation") or config.cache_implementation)
     prepare = functools.partial(method, prepare_only=True)
     try:
         return model.generate(**inputs, custom_generate=prepare, **options)
-    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, ImportError) as error:
         raise UserError(f"generate refuses the call: {' '.join(str(error).split())}") from None
 
 
@@ -300,21 +309,16 @@ def prepared_call(
 
 
 def _check_call(config: Any, inputs: dict[str, Any], processors: Iterable[Any], stops: Iterable[Any]) -> None:
-    """Refuse what trees cannot honour."""
-    if not {config.num_beams, config.num_return_sequences} <= {None, 1}:
-        raise UserError("trees decode one sequence: num_beams and num_return_sequences must be 1; set them to 1")
-    for name in _OUTPUTS:
-        if getattr(config, name, False):
-            raise UserError(f"decoding with trees keeps no outputs of single steps; {name} must be off; leave it out")
-    _check_cache(config.cache_implementation)
+    """Refuse what decoding in rounds cannot honour."""
+    given = {name: getattr(config, name, None) for name in _NEUTRAL}
+    refused = {name: value for name, value in given.items() if value is not None and value not in _NEUTRAL[name]}
     cache = inputs.get("past_key_values")
     if cache is not None and (not hasattr(cache, "get_seq_length") or int(cache.get_seq_length()) > 0):
-        raise UserError(
-            f"the decoder keeps a cache of its own: a filled {type(cache).__name__} cannot be compacted after a tree; "
-            "pass the whole prompt without past_key_values"
-        )
+        refused["past_key_values"] = type(cache).__name__
     if inputs.get("inputs_embeds") is not None:
-        raise UserError("prompts are decoded from input_ids; inputs_embeds are not accepted; pass the tokens")
+        refused["inputs_embeds"] = _shown(inputs["inputs_embeds"])
+    for name, value in refused.items():
+        raise UserError(f"decoding in rounds has no {name}; got {value}; leave {name} out")
     input_ids = inputs["input_ids"]
     if isinstance(input_ids, Tensor) and len(input_ids) > 1:
         for hooks, rowwise in ((processors, _ROWWISE_PROCESSORS), (stops, _ROWWISE_STOPS)):
@@ -335,8 +339,3 @@ def processors_of_row(processors: Iterable[Any], row: int) -> list[Any]:
             processor.prompt_ignore_length = int(processor.prompt_ignore_length[row])
         of_row.append(processor)
     return of_row
-
-
-def _check_cache(kind: str | None) -> None:
-    if kind in ("quantized", "offloaded", "offloaded_static"):
-        raise UserError(f"a cache of type {kind!r} cannot be compacted after a tree; leave cache_implementation out")

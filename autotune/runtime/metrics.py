@@ -20,6 +20,15 @@ PHASES: dict[str, Callable[[DecodingStats], float]] = {
     "rest": lambda stats: max(0.0, stats.overhead_ms),
 }
 """Milliseconds of a request by what they were spent on."""
+COUNTS: dict[str, tuple[str, Callable[[DecodingStats], int]]] = {
+    "prompt_tokens": ("Tokens of prompts", lambda stats: stats.prompt_tokens),
+    "new_tokens": ("Emitted tokens", lambda stats: stats.new_tokens),
+    "rounds": ("Rounds, plain steps included", lambda stats: stats.rounds),
+    "plain_steps": ("Steps without a draft, of plain decoding and of fallbacks", lambda stats: stats.plain_steps),
+    "draft_tokens": ("Draft tokens sent to verification", lambda stats: sum(stats.verified_nodes)),
+    "accepted_tokens": ("Draft tokens accepted", lambda stats: sum(stats.accepted_lengths)),
+}
+"""What is counted of a request, by the name of its metric."""
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _SECONDS_A_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 
@@ -48,12 +57,7 @@ class PrometheusMetrics:
 
         try:
             self._requests = counter("requests", "Requests by outcome", "outcome")
-            self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
-            self._new_tokens = counter("new_tokens", "Emitted tokens")
-            self._rounds = counter("rounds", "Rounds, plain steps included")
-            self._plain_steps = counter("plain_steps", "Steps without a draft, of plain decoding and of fallbacks")
-            self._draft_tokens = counter("draft_tokens", "Draft tokens sent to verification")
-            self._accepted_tokens = counter("accepted_tokens", "Draft tokens accepted")
+            self._counts = {name: counter(name, text) for name, (text, _) in COUNTS.items()}
             self._offered = counter("offered", "Rounds that offered a token at a depth of the accepted path", "depth")
             self._accepted = counter("accepted", "Rounds that accepted a token at a depth", "depth")
             self._seconds = counter("seconds", "Time of requests by what it was spent on", "phase")
@@ -65,12 +69,8 @@ class PrometheusMetrics:
 
     def __call__(self, stats: DecodingStats, *, is_finished: bool) -> None:
         self._requests.labels(FINISHED if is_finished else STOPPED).inc()
-        self._prompt_tokens.inc(stats.prompt_tokens)
-        self._new_tokens.inc(stats.new_tokens)
-        self._rounds.inc(stats.rounds)
-        self._plain_steps.inc(stats.plain_steps)
-        self._draft_tokens.inc(sum(stats.verified_nodes))
-        self._accepted_tokens.inc(sum(stats.accepted_lengths))
+        for name, (_, count) in COUNTS.items():
+            self._counts[name].inc(count(stats))
         by_depth = stats.acceptance_counts.by_depth
         for depth in np.flatnonzero(by_depth[:, 0]):
             offered, accepted = by_depth[depth].tolist()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,7 +20,7 @@ from autotune.trees.policy import NOTHING
 
 
 class Session:
-    """Decodes one request: ``prefill``, then ``round`` or ``plain_step`` until ``is_finished``, then ``close``.
+    """Decodes one request: ``prefill``, then ``advance`` until ``is_finished``, then ``close``.
 
     The target and the draft are configured for the request by ``prefill`` and restored by ``close``.
 
@@ -58,11 +58,6 @@ class Session:
     def is_finished(self) -> bool:
         return self.request.is_finished
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the next token comes from a plain step: there is no draft, or rounds do not pay at present."""
-        return self.draft is None or self.point.fallback.is_plain
-
     def prefill(self) -> list[int]:
         """Open the session and prefill the target; returns the first new token."""
         request, stats = self.request, self.request.stats
@@ -78,16 +73,6 @@ class Session:
             stats.target_prefill_ms += now_ms(self.target.device) - started
         self._leave_draft_behind()
         return emitted
-
-    def round(self) -> list[int]:
-        """Draft a tree, verify it and accept a path; returns the accepted tokens and the target's own token
-        after them.
-        """
-        return self._advance(self._round)
-
-    def plain_step(self) -> list[int]:
-        """Decode one token with the target alone; a draft reads it too."""
-        return self._advance(self._plain_step)
 
     def _leave_draft_behind(self) -> None:
         """Go on without the draft, once the request is longer than its context."""
@@ -121,8 +106,8 @@ class Session:
             self._cleanup.callback(setattr, model, name, getattr(model, name))
             setattr(model, name, value)
 
-    def _advance(self, decode: Callable[[], list[int]]) -> list[int]:
-        """Run a round or a plain step, emit its tokens and count them."""
+    def advance(self) -> list[int]:
+        """Run a round, or a plain step where there is no draft or rounds do not pay at present; returns its tokens."""
         stats = self.request.stats
         with self._ownership.running(), torch.inference_mode():
             started = host_ms()  # the round or prefill before ended with a transfer
@@ -130,7 +115,7 @@ class Session:
                 self._prefill_draft(self.draft)
                 stats.draft_prefill_ms = now_ms(self.target.device) - started
             with limited_threads(self.threads):
-                tokens = decode()
+                tokens = self._plain_step() if self.draft is None or self.point.fallback.is_plain else self._round()
             emitted = self.request.emit(tokens)
             stats.accepted_lengths.append(min(len(tokens) - 1, len(emitted)))
             stats.new_tokens += len(emitted)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers import TopPLogitsWarper
 
 from autotune.drafters.draft import Coupling, cut_scores
 from autotune.errors import UserError
@@ -135,20 +135,15 @@ class TokenSampler:
         self,
         *,
         temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
         seed: int = 0,
         processors: Sequence[Any] = (),
         prefix: Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        check_sampling(temperature, top_k, top_p)
         self.temperature = temperature
         self.seed = seed
         names = [type(processor).__name__ for processor in processors]
-        own: list[Any] = [TopKLogitsWarper(top_k)] if temperature > 0.0 and top_k > 0 else []
-        own += [TopPLogitsWarper(top_p)] if temperature > 0.0 and top_p < 1.0 else []
-        self.processors = [*processors, *own]
+        self.processors = list(processors)
         self._proposal_processors = [each for each in self.processors if type(each).__name__ in PREFIX_FREE]
         by_name = {type(processor).__name__: processor for processor in self._proposal_processors}
         self._has_usual_warpers = self._proposal_processors == [by_name[name] for name in WARPERS if name in by_name]

@@ -16,7 +16,7 @@ from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.files import content_key
 from autotune.machine.device import gib
-from autotune.measuring.jobs import BlockLog
+from autotune.measuring.jobs import JobLog
 from autotune.measuring.measurement import kv_lengths_for, measure_costs
 from autotune.measuring.settings import CostSettings
 from autotune.modeling.graph_memory import graph_memory
@@ -122,9 +122,9 @@ def local_table(
     else:
 
         def measure() -> Record:
-            log = BlockLog(samples)
-            if log.blocks:
-                num_samples = sum(len(job.samples) for block in log.blocks for job in block.jobs)
+            log = JobLog(samples)
+            if log.jobs:
+                num_samples = sum(len(job.samples) for job in log.jobs)
                 console.say(f"cost table continued from {num_samples} samples of an interrupted run")
             return measure_table(model_pool, variants, workload, console, time_limit_s, log).model_dump(mode="json")
 
@@ -142,7 +142,7 @@ def measure_table(
     workload: Workload,
     console: Console,
     time_limit_s: float = CostSettings.time_limit_s,
-    log: BlockLog | None = None,
+    log: JobLog | None = None,
 ) -> CostTable:
     """Measure target and drafts at the KV lengths that the workload's prompts and answers reach. An interrupted
     measurement continues from the samples in its ``log``.

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from autotune.serve.address import is_local
 from autotune.serve.requests import ApiError, ChatRequest, CompletionRequest, parse_request
-from autotune.serve.service import READY, DecoderService, End, Job, Piece
+from autotune.serve.service import READY, DecoderService, Job, Piece
 
 MAX_BODY = 32 << 20  # bytes
 BODY_S = 30.0  # longest time until the body is there
@@ -37,17 +37,16 @@ class Reply:
         kind += ".chunk" if self._is_chat and asked.stream else ""
         self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
 
-    async def whole(self, first: Piece | End, job: Job) -> dict[str, Any]:
-        pieces, item = [], first
-        while isinstance(item, Piece):
-            pieces.append(item)
-            item = await job.next()
+    async def whole(self, first: Piece, job: Job) -> dict[str, Any]:
+        pieces = [first]
+        while pieces[-1].reason is None:
+            pieces.append(await job.next())
         text, tokens = "".join(piece.text for piece in pieces), [token for piece in pieces for token in piece.tokens]
         message = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        usage = _usage(item.num_prompt_tokens, item.num_new_tokens)
-        return self._object(message if self._is_chat else {"text": text}, tokens, item.reason) | usage
+        usage = _usage(first.num_prompt_tokens, len(tokens))
+        return self._object(message if self._is_chat else {"text": text}, tokens, pieces[-1].reason) | usage
 
-    async def events(self, first: Piece | End, job: Job) -> AsyncIterator[str]:
+    async def events(self, first: Piece, job: Job) -> AsyncIterator[str]:
         """Server-sent events; an error ends them."""
         options, item = self._asked.stream_options, first
         has_usage = options is not None and options.include_usage
@@ -55,17 +54,16 @@ class Reply:
         delta, num_tokens = {"role": "assistant"}, 0  # of the first event
         try:
             while True:
-                text, tokens = (item.text, item.tokens) if isinstance(item, Piece) else ("", [])
-                content = {"delta": {**delta, "content": text}} if self._is_chat else {"text": text}
-                event = self._object(content, tokens, item.reason if isinstance(item, End) else None)
-                num_tokens += len(tokens)
+                content = {"delta": {**delta, "content": item.text}} if self._is_chat else {"text": item.text}
+                event = self._object(content, item.tokens, item.reason)
+                num_tokens += len(item.tokens)
                 usage = _usage(item.num_prompt_tokens, num_tokens) if is_counted else {"usage": None}
                 yield _event(event | usage if has_usage or is_counted else event)
-                if isinstance(item, End):
+                if item.reason is not None:
                     break
                 delta, item = {}, await job.next()
             if has_usage:
-                yield _event({**self._head, "choices": [], **_usage(item.num_prompt_tokens, item.num_new_tokens)})
+                yield _event({**self._head, "choices": [], **_usage(item.num_prompt_tokens, num_tokens)})
             yield "data: [DONE]\n\n"
         except ApiError as error:
             yield _event(error.content)

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
 from autotune.errors import UserError
 from autotune.files import Document, describe
 from autotune.strict_parsing import parse_json
-from autotune.workloads.chat import Message, Part, Variables
+from autotune.workloads.chat import Message, Variables, without_paths
 from autotune.workloads.pixels import as_shown
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
 
@@ -24,6 +24,7 @@ MAX_PIXELS = 1 << 25  # of all images of a request
 MAX_ASPECT = 20  # some processors scale an image's shorter side up
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_STOPS = 16
+TEXTS = ("input_text", "output_text")  # types of parts in the API of responses
 ANY = "any value"
 # Keys of clients that are not supported, by the place where they stand, with the values at which they change no answer.
 # A null changes none. ANY is of keys that never change one.
@@ -41,7 +42,7 @@ NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
         **{"reasoning_effort": ("none",), "verbosity": ("medium",), "thinking_token_budget": (-1,)},
         **dict.fromkeys(("prompt_logprobs", "logprob_token_ids", "allowed_token_ids", "truncate_prompt_tokens"), ()),
         **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
-        **dict.fromkeys(("chat_template", "repetition_detection", "web_search_options", "audio"), ()),
+        **dict.fromkeys(("chat_template", "repetition_detection", "web_search_options", "audio", "images"), ()),
         **dict.fromkeys(("user", "store", "service_tier", "safety_identifier", "prediction", "moderation"), (ANY,)),
         **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_salt"), (ANY,)),
         **dict.fromkeys(("request_id", "session_id", "stream_interval", "return_tokens_as_token_ids"), (ANY,)),
@@ -73,45 +74,6 @@ class ApiError(Exception):
         kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
         self.status, self.headers = status, {"Retry-After": str(retry_s)} if retry_s else {}
         self.content = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-class ImageUrl(Document):
-    url: str
-
-
-class ContentPart(Document):
-    """A part of a message, as the API of chats and that of responses name it."""
-
-    type: Literal["text", "input_text", "output_text", "image_url"]
-    text: str | None = None
-    image_url: ImageUrl | None = None
-
-    @model_validator(mode="after")
-    def _has_its_key(self) -> ContentPart:
-        if (self.text is None, self.image_url is None) != (self.is_image, not self.is_image):
-            raise ValueError(
-                f"a part of type {self.type} has {'image_url' if self.is_image else 'text'} and no other key"
-            )
-        return self
-
-    @property
-    def is_image(self) -> bool:
-        return self.type == "image_url"
-
-
-class ChatMessage(Document):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart] = ""
-
-    @model_validator(mode="after")
-    def _has_content(self) -> ChatMessage:
-        if self.role != "assistant" and "content" not in self.model_fields_set:  # an answer may have been empty
-            raise ValueError("key 'content' is required and missing")
-        return self
-
-    @property
-    def parts(self) -> Sequence[ContentPart]:
-        return [ContentPart(type="text", text=self.content)] if isinstance(self.content, str) else self.content
 
 
 class StreamOptions(Document):
@@ -205,7 +167,9 @@ class CompletionRequest(Generation):
 
 
 class ChatRequest(Generation):
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1)
+    images: list[Any] = Field(default_factory=list)
+    """The URLs in the messages."""
     add_special_tokens: Literal[False] = False
     """The chat template writes them."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -213,25 +177,18 @@ class ChatRequest(Generation):
 
     @property
     def num_characters(self) -> int:
-        return sum(len(part.text or "") for message in self.messages for part in message.parts)
+        return sum(len(part.text) for message in self.messages for part in message.parts)
 
     def inputs(self, processor: Any, device: Any, variables: Variables = MappingProxyType({})) -> dict[str, Any]:
-        chat = []
-        for message in self.messages:
-            parts = [
-                Part(type="image") if part.is_image else Part(type="text", text=part.text or "")
-                for part in message.parts
-            ]
-            chat.append(Message(role="system" if message.role == "developer" else message.role, content=parts))
-        urls = [part.image_url.url for message in self.messages for part in message.parts if part.image_url]
+        marked = ["data"] * len(self.images)
         limits = self.mm_processor_kwargs.model_dump(exclude_none=True)
         try:
             settings = Prompt(
-                messages=chat, images=["data"] * len(urls), chat_template_kwargs=self.chat_template_kwargs, **limits
+                messages=self.messages, images=marked, chat_template_kwargs=self.chat_template_kwargs, **limits
             )
         except ValidationError as error:
             raise UserError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
-        prompt = WorkloadPrompt("messages", settings, tuple(read_images(urls)))
+        prompt = WorkloadPrompt("messages", settings, tuple(read_images([*map(str, self.images)])))
         return prompt.with_variables(variables).inputs(processor, device)
 
 
@@ -246,6 +203,10 @@ def parse_request(kind: type[CompletionRequest | ChatRequest], body: bytes) -> C
     if not isinstance(content, dict):
         raise ApiError(400, f"the body is a JSON object; got {type(content).__name__}; send an object")
     content = _without_neutral(content)
+    if kind is ChatRequest and isinstance(messages := content.get("messages"), list):
+        images: list[Any] = []
+        chat = [_as_chat(message, images) for message in messages]
+        content |= {"messages": chat, "images": images}
     if (limit := content.pop("max_completion_tokens", None)) is not None:  # the later name
         content["max_tokens"] = limit
     try:
@@ -258,6 +219,21 @@ def parse_request(kind: type[CompletionRequest | ChatRequest], body: bytes) -> C
     if asked.stream_options is not None and not asked.stream:
         raise ApiError(400, "stream_options need a stream; set stream to true", param="stream_options")
     return asked
+
+
+def _as_chat(message: Any, images: list[Any]) -> Any:
+    """A message as workloads have it: parts with images are markers, and what they hold is appended to ``images``."""
+    if not isinstance(message, dict):
+        return message
+    renamed = {"content": "", **message} if message.get("role") == "assistant" else {**message}
+    if message.get("role") == "developer":
+        renamed["role"] = "system"
+    if isinstance(parts := message.get("content"), list):
+        is_text = [isinstance(part, dict) and part.get("type") in TEXTS for part in parts]
+        renamed["content"] = [
+            {**part, "type": "text"} if text else part for part, text in zip(parts, is_text, strict=True)
+        ]
+    return without_paths(renamed, {"image": images})
 
 
 def _without_neutral(content: dict[str, Any], place: str = "", where: str = "") -> dict[str, Any]:

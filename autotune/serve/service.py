@@ -32,20 +32,12 @@ CHARACTERS_A_TOKEN = 16  # at most, in a prompt that is tokenized at all
 
 @dataclass(frozen=True)
 class Piece:
-    """New text and tokens of an answer."""
+    """New text and tokens of an answer, and of the last piece why the answer ended."""
 
     text: str
     tokens: list[int]
     num_prompt_tokens: int
-
-
-@dataclass(frozen=True)
-class End:
-    """Why an answer ended, and its length."""
-
-    reason: str
-    num_prompt_tokens: int
-    num_new_tokens: int
+    reason: str | None = None
 
 
 class _NotWanted(Exception):
@@ -59,7 +51,7 @@ class Job:
 
     def __init__(self, service: DecoderService) -> None:
         self._service, self._loop = service, asyncio.get_running_loop()
-        self._items = asyncio.Queue[Piece | End | Exception]()
+        self._items = asyncio.Queue[Piece | Exception]()
         self._watch: asyncio.Task[None] | None = None
         self.is_over = False
         self.asked: CompletionRequest | ChatRequest | None = None
@@ -82,19 +74,19 @@ class Job:
         if not self.is_over:
             self._deliver(reason)
 
-    async def next(self) -> Piece | End:
+    async def next(self) -> Piece:
         item = await self._items.get()
         if isinstance(item, Exception):
             raise item
         return item
 
-    def _deliver(self, item: Piece | End | Exception) -> None:
+    def _deliver(self, item: Piece | Exception) -> None:
         self._items.put_nowait(item)
-        if not isinstance(item, Piece):
+        if isinstance(item, Exception) or item.reason is not None:
             self.is_over, self.asked = True, None
             self._service.open.discard(self)
 
-    def send(self, item: Piece | End | Exception) -> None:
+    def send(self, item: Piece | Exception) -> None:
         with suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._deliver, item)
 
@@ -217,7 +209,7 @@ class DecoderService(threading.Thread):
                 self._is_broken = self._self_test() != self._expected
             job.send(ApiError(500, f"the decoder failed ({type(error).__name__}); the server's log says more"))
 
-    def _decode(self, job: Job, asked: CompletionRequest | ChatRequest) -> End:
+    def _decode(self, job: Job, asked: CompletionRequest | ChatRequest) -> Piece:
         decoder = self.decoder
         variables = {} if decoder.profile is None else decoder.profile.chat_template_kwargs
         inputs = asked.inputs(decoder.processor, decoder.target.device, variables)
@@ -237,11 +229,9 @@ class DecoderService(threading.Thread):
             options["stopping_criteria"] = StoppingCriteriaList([job.text])
         options["seed"] = secrets.randbits(31) if asked.seed is None else asked.seed
         output = decoder.generate(**inputs, **options)
-        if text := job.text.take(is_last=True):
-            job.send(Piece(text, [], len(prompt)))
         is_end = int(output.sequences[0, -1]) in ends
         is_cut = output.stats.new_tokens == limit and not is_end and not job.text.is_stopped
-        return End("length" if is_cut else "stop", len(prompt), output.stats.new_tokens)
+        return Piece(job.text.take(is_last=True), [], len(prompt), "length" if is_cut else "stop")
 
     def _too_long(self, what: str) -> ApiError:
         rule = f"prompt and answer have at most {self.max_model_len} tokens"

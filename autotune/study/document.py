@@ -7,6 +7,7 @@ workloads or other cost tables.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,8 @@ from autotune.documents.configuration import Configuration
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance
 from autotune.documents.table import Table, percent, times, with_interval
-from autotune.files import Document
+from autotune.errors import UserError
+from autotune.files import WORKSPACE, Document
 
 if TYPE_CHECKING:
     from autotune.documents.decoding_profile import DecodingProfile
@@ -133,3 +135,21 @@ def newest_profile(folder: Path) -> Path | None:
     newest = [*files_by_age(folder, "profile*.json"), *files_by_age(folder, "study*.json")][-1:]
     profiles = (path.with_name(path.name.replace("study", "profile", 1)) for path in newest)
     return next((path for path in profiles if path.exists()), None)
+
+
+def find_study(profile: DecodingProfile, source: Path) -> Path | None:
+    """The study folder of a profile: its file's own folder, or one in ``.autotune`` next to the file or in the working
+    directory. Of several that may be, it is the one with the closest study document, then the newest.
+
+    Folders with documents that cannot be read are skipped.
+    """
+    roots = [source.parent / WORKSPACE, WORKSPACE]
+    folders = {path.resolve(): path for root in roots if root.is_dir() for path in root.iterdir() if path.is_dir()}
+    if any(source.parent.glob("study*.json")):
+        folders[source.parent.resolve()] = source.parent
+    found: dict[Path, tuple[bool, bool]] = {}
+    for path in sorted(folders.values(), key=lambda path: (-path.stat().st_mtime, path.name)):
+        with suppress(UserError):
+            if (document := load_study(path, profile)) is not None:
+                found[path] = document.likeness(profile)
+    return max(found, key=found.__getitem__, default=None)

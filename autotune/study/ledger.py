@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import socket
-import sqlite3
 import threading
 import time
 import uuid
@@ -35,9 +34,7 @@ LEASE_S = 60.0  # a claim that is not renewed lapses after this time
 POLL_S = 0.2
 RECENT = 4  # units of a stage whose longest duration is expected of the next one
 HOST = content_key([socket.gethostname()])  # a ledger names no machine
-DISK_CODES = ("53100", sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)  # of PostgreSQL and SQLite
-DAMAGE_CODES = ("XX001", sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-REPAIR = "restore the storage, or move it away, and run the same command again, which computes its records anew"
+REPAIR = "restore the storage or move it away, and run the same command to continue"
 
 
 class Ledger:
@@ -86,17 +83,11 @@ class Ledger:
 
     def _error(self, error: Exception) -> UserError:
         """An error of the storage in one line."""
-        reason, cause = next(iter(str(error).splitlines()), type(error).__name__), getattr(error, "orig", None)
-        code = getattr(cause, "sqlite_errorcode", 0) & 0xFF or getattr(cause, "sqlstate", None)
-        if code in DAMAGE_CODES:
-            return UserError(f"{self.name}: the storage is damaged ({reason}); {REPAIR}")
-        if code in DISK_CODES:
-            rule, advice = "the disk of the storage is full or fails", "free some space"
-        elif isinstance(code, int):
-            rule, advice = "the storage cannot be used", "check its path, permissions and free space"
-        else:
-            rule, advice = "the storage does not answer", "check the URL and its driver"
-        return UserError(f"{self.name}: {rule} ({reason}); {advice}, and run the same command to continue")
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        return UserError(
+            f"{self.name}: the storage cannot be used ({reason}); check its path or URL, its driver and the free space, "
+            f"or {REPAIR}"
+        )
 
     def reading(self) -> contextlib.AbstractContextManager[None]:
         """Inside the context, records are read whose content another program may have changed."""

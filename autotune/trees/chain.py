@@ -40,9 +40,6 @@ class ChainPolicy(TreePolicy):
     def size(self) -> TreeSize:
         return TreeSize(depth=self.depth, nodes=self.depth, grown=self.depth, width=1, proposals=1)
 
-    @property
-    def ordered_paths(self) -> list[tuple[int, ...]]:
-        return [(0,) * depth for depth in range(1, self.depth + 1)]
 
     @property
     def changed(self) -> dict[str, Any]:

@@ -28,17 +28,16 @@ import itertools
 import re
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from autotune.errors import UserError
-from autotune.files import describe
 from autotune.workloads.chat import Message, Part
 from autotune.workloads.prompt import AnsweredPrompt, Prompt
-from autotune.workloads.row_files import read_jsonl, read_rows
+from autotune.workloads.row_files import parse_rows, read_rows
 
 Format = Literal[
     "autotune", "mt-bench", "spec-bench", "mmspec", "speed-bench", "vllm", "sharegpt", "humaneval", "gsm8k"
@@ -54,7 +53,6 @@ MT_BENCH_CATEGORIES = {"writing", "roleplay", "reasoning", "math", "coding", "ex
 SPEED_BENCH_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
 _SPEED_BENCH_KEYS = {"sub_category", "source", "src_id", "difficulty", "multiturn", "messages"}
 
-P = TypeVar("P", bound=Prompt)
 _MARKER = re.compile("(<image>|<video>)")
 PIXEL_KEYS = (
     *("image", "images", "image_files", "image_path", "image_paths", "image_url"),
@@ -81,11 +79,20 @@ def read_prompts(path: Path, format: Format | None = None) -> Rows:
     Raises:
         UserError: missing or empty file, an invalid row, a row of another format, or a placeholder of SPEED-Bench.
     """
-    rows = None if format == OWN else read_rows(path)
-    chosen = format or (detect(rows) if rows else OWN)
-    if rows is None or chosen == OWN:
-        return Rows(OWN, list(read_jsonl(path, Prompt)))
-    return Rows(chosen, by_tasks_in_turn(_read_rows(path, rows, chosen, lambda row: row.prompt(chosen))))
+    rows = read_rows(path)
+    detected = detect(rows)
+    chosen = format or detected
+    try:
+        if chosen == OWN:
+            return Rows(OWN, parse_rows(path, rows, Prompt, lambda row: row))
+        prompts = parse_rows(path, rows, _READERS[chosen], lambda row: row.prompt(chosen))
+    except UserError as error:
+        if chosen == detected:
+            raise
+        raise UserError(f"{error}; its rows look like {detected}") from None
+    if not prompts:
+        raise UserError(f"{path}: the file has no question; give a file of {chosen} with at least one")
+    return Rows(chosen, by_tasks_in_turn(prompts))
 
 
 def read_answered(path: Path) -> list[tuple[int, AnsweredPrompt]]:
@@ -96,38 +103,18 @@ def read_answered(path: Path) -> list[tuple[int, AnsweredPrompt]]:
         UserError: missing or empty file, or an invalid row.
     """
     rows = read_rows(path)
-    if not rows or detect(rows) != "sharegpt":
-        return read_jsonl(path, AnsweredPrompt)
-    return _read_rows(path, rows, "sharegpt", lambda row: row.answered())
-
-
-def _read_rows(
-    path: Path, rows: Sequence[tuple[int, Any]], format: Format, convert: Callable[[Any], P | None]
-) -> list[tuple[int, P]]:
-    """The prompts that ``convert`` makes of the rows of a benchmark; those of which it makes none are left out."""
-    prompts = []
-    for number, content in rows:
-        try:
-            prompt = convert(_READERS[format].model_validate(content))
-        except ValidationError as error:
-            reason = describe(error, _READERS[format])
-            if number == rows[0][0] and (detected := detect(rows)) != format:
-                raise UserError(f"{path}:{number}: no row of {format} ({reason}); it looks like {detected}") from None
-            raise UserError(f"{path}:{number}: {reason}") from None
-        except ValueError as error:
-            raise UserError(f"{path}:{number}: {error}") from None
-        if prompt is not None:
-            prompts.append((number, prompt))
-    if not prompts:
-        raise UserError(f"{path}: the file has no question; give a file of {format} with at least one")
-    return prompts
+    if detect(rows) != "sharegpt":
+        return parse_rows(path, rows, AnsweredPrompt, lambda row: row)
+    if not (examples := parse_rows(path, rows, _ShareGpt, lambda row: row.answered())):
+        raise UserError(f"{path}: the file has no question; give a file of sharegpt with at least one")
+    return examples
 
 
 def detect(rows: Sequence[tuple[int, Any]]) -> Format:
     """The format of a file with these rows, by the keys of the first one; Spec-Bench has categories that MT-Bench has
     not.
     """
-    first = rows[0][1]
+    first = rows[0][1] if rows else {}
     keys = set(first) if isinstance(first, Mapping) else set()
     if "conversations" in keys:
         return "sharegpt"
@@ -229,31 +216,20 @@ class _SpeedBench(_Row):
         return _conversation(turns, task=self.category)
 
 
-class _ImagePart(_Part):
-    type: Literal["image"]
-    image: Text
-
-
-class _TextPart(_Part):
-    type: Literal["text"]
-    text: str
-
-
 class _Vllm(_Row):
     text: Text | None = Field(default=None, alias="prompt")
     image_files: list[str] = Field(default_factory=list)
-    content: list[Annotated[_ImagePart | _TextPart, Field(discriminator="type")]] | None = None
+    content: list[dict[str, Any]] | None = None
+    """Parts, of which those of images hold their paths."""
     output_tokens: int = Field(default=VLLM_TOKENS, ge=1)
 
     def prompt(self, format: Format) -> Prompt:
         if (self.text is None) == (self.content is None):
             raise ValueError("a row has either 'prompt' or 'content'; give one of them")
-        if self.content is None:
-            return Prompt(prompt=self.text or "", images=self.image_files, max_new_tokens=self.output_tokens)
-        images = [part.image for part in self.content if isinstance(part, _ImagePart)]
-        parts = [Part(type=part.type, text=getattr(part, "text", "")) for part in self.content]
-        message = Message(role="user", content=parts)
-        return Prompt(messages=[message], images=images, max_new_tokens=self.output_tokens)
+        asked: dict[str, Any] = {"prompt": self.text, "images": self.image_files}
+        if self.content is not None:
+            asked = {"messages": [{"role": "user", "content": self.content}]}
+        return Prompt.model_validate({**asked, "max_new_tokens": self.output_tokens})
 
 
 _Paths = Annotated[Sequence[str], BeforeValidator(lambda paths: [paths] if isinstance(paths, str) else paths or [])]

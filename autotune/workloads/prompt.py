@@ -8,10 +8,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import AfterValidator, Field, JsonValue, model_validator
 
 from autotune.errors import UserError
 from autotune.files import Document
@@ -62,14 +62,8 @@ class Prompt(Document):
     """0 keeps every token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     seed: int = Field(default=0, ge=0)
-    chat_template_kwargs: dict[str, JsonValue] | None = None
+    chat_template_kwargs: Annotated[dict[str, JsonValue], AfterValidator(check_variables)] | None = None
     """Variables of the chat template."""
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _are_variables(cls, variables: dict[str, JsonValue] | None) -> dict[str, JsonValue] | None:
-        return None if variables is None else check_variables(variables)
-
     min_pixels: int | None = Field(default=None, ge=1)
     """Pixels that the processor scales an image up to, at least; of Qwen's image processors. None: the processor's."""
     max_pixels: int | None = Field(default=None, ge=1)

@@ -1,7 +1,9 @@
-"""Rows of workload files: JSONL of documents of one kind, and JSON, JSONL and Parquet of any rows."""
+"""Rows of workload files: Parquet, JSON and JSONL, parsed as documents of one kind."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,43 +14,59 @@ from autotune.files import describe, read_text
 from autotune.strict_parsing import parse_json
 
 M = TypeVar("M", bound=BaseModel)
+P = TypeVar("P", bound=BaseModel)
+Row = tuple[int, Any]
+"""A row's number in its file, from 1 on, and its content."""
 
 
 def read_jsonl(path: Path, kind_of: type[M]) -> list[tuple[int, M]]:
-    """Parse the non-empty lines of a file, with their line numbers. Images are not loaded.
+    """The rows of a file as documents, with their numbers. Images are not loaded.
 
     Raises:
-        UserError: missing or empty file, or an invalid line.
+        UserError: missing or empty file, or an invalid row.
     """
-    records = []
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
-        if not line.strip():
-            continue
+    return parse_rows(path, read_rows(path), kind_of, lambda row: row)
+
+
+def parse_rows(
+    path: Path, rows: Sequence[Row], kind_of: type[M], convert: Callable[[M], P | None]
+) -> list[tuple[int, P]]:
+    """What ``convert`` makes of rows of one kind; those of which it makes nothing are left out."""
+    parsed = []
+    for number, content in rows:
         try:
-            parse_json(line)
-            records.append((number, kind_of.model_validate_json(line)))
+            document = convert(kind_of.model_validate(content))
         except ValidationError as error:
             raise UserError(f"{path}:{number}: {describe(error, kind_of)}") from None
         except ValueError as error:
+            raise UserError(f"{path}:{number}: {error}") from None
+        if document is not None:
+            parsed.append((number, document))
+    return parsed
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a Parquet, JSON or JSONL file.
+
+    Raises:
+        UserError: missing or empty file, or a line that is no JSON.
+    """
+    if path.suffix == ".parquet":
+        return list(enumerate(_parquet_rows(path), start=1))
+    text, rows = read_text(path), list[Row]()
+    if text.lstrip().startswith("["):
+        with suppress(ValueError):
+            return list(enumerate(parse_json(text), start=1))
+    for number, line in enumerate(text.split("\n"), start=1):
+        try:
+            rows += [(number, parse_json(line))] if line.strip() else []
+        except ValueError as error:
             raise UserError(f"{path}:{number}: every line must be a JSON object ({error}); fix that line") from None
-    if not records:
+    if not rows:
         raise UserError(
             f'{path}: the file is empty; add a line such as {{"prompt": "What is this?", "images": ["photo.png"]}}'
         )
-    return records
-
-
-def read_rows(path: Path) -> list[tuple[int, Any]] | None:
-    """The rows of a Parquet, JSON or JSONL file with their numbers, from 1 on; None if it is none of these."""
-    if path.suffix == ".parquet":
-        return list(enumerate(_parquet_rows(path), start=1))
-    text = read_text(path)
-    try:
-        if text.lstrip().startswith("["):
-            return list(enumerate(parse_json(text), start=1))
-        return [(number, parse_json(line)) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    except ValueError:
-        return None  # our own reader names the line
+    return rows
 
 
 def _parquet_rows(path: Path) -> list[dict[str, Any]]:

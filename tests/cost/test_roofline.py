@@ -143,13 +143,6 @@ def test_mig_slices_have_shares_of_their_gpu() -> None:
         assert find_limits(missing) is None, missing
 
 
-def test_estimate_has_the_given_subnet() -> None:
-    half = Subnet(heads=0.5, injection_layer=3)
-    table = estimated(LARGE, subnet=half)
-    assert table.costs_of(DRAFT, half).heads == 0.5 and table.holds(DRAFT, half)
-    assert not table.holds(DRAFT, Subnet())
-
-
 def test_estimate_of_a_draft_with_blocks_that_cross() -> None:
     """Bound by memory, a forward pass takes the time of reading the weights and the keys and values of both KV
     lengths.

@@ -15,7 +15,6 @@ import torch
 
 from autotune.console import Console
 from autotune.documents.contention import Contention
-from autotune.documents.provenance import Provenance, stamp
 from autotune.machine import container, contention_monitor
 from autotune.machine.contention_monitor import ContentionMonitor, wait_until_idle
 
@@ -108,20 +107,6 @@ def test_missing_sources_are_none(machine: FakeMachine, missing: str) -> None:
     assert (unknown in found.describe("during it")) == (missing == "stat")
 
 
-def test_control_groups_of_version_2(machine: FakeMachine) -> None:
-    """Its file is at the root of a container, whose path in the host's groups is another."""
-    monkey_group = machine.sys / "fs/cgroup/cpu.stat"
-
-    def change() -> None:
-        monkey_group.write_text("usage_usec 7\nthrottled_usec 1000000\n")
-        machine.pass_time(10)
-        (machine.proc / "self/cgroup").write_text("0::/docker/1234\n")
-
-    monkey_group.write_text("usage_usec 5\nthrottled_usec 0\n")
-    (machine.proc / "self/cgroup").write_text("0::/docker/1234\n")
-    assert measured(machine, change).throttled == pytest.approx(0.1)
-
-
 def test_pressure_decides_where_cores_are_unknown() -> None:
     unknown = Contention(seconds=1, num_cores=2, own_cores=1)
     assert not unknown.is_busy
@@ -172,15 +157,6 @@ def test_other_processes_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(pynvml, "nvmlDeviceGetCurrentClocksEventReasons", fail)
     assert ContentionMonitor("cuda:0").contention().gpu_processes is None
-
-
-def test_provenance_keeps_contention() -> None:
-    """Documents of what was not timed have none."""
-    found = ContentionMonitor().contention()
-    written = stamp(found).model_dump(mode="json")
-    assert Provenance.model_validate_json(stamp(found).model_dump_json()).contention == found
-    del written["contention"]
-    assert Provenance.model_validate(written).contention is None
 
 
 # -------- waiting

@@ -21,7 +21,6 @@ from autotune.cost.table import EVERY_ROW, TOKENS, CostTable
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.independent import IndependentDraft
-from autotune.drafters.retrieval import RetrievalDraft
 from autotune.drafters.star import StarNetwork
 from autotune.errors import UserError
 from autotune.machine.device import fingerprint
@@ -35,7 +34,6 @@ from autotune.modeling.loading import RETRIEVAL, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.token_sampler import TokenSampler
-from autotune.trees.tree import ROOT, new_tree, set_root
 from autotune.workloads.workload import Workload, load_workload
 from tests.sample_documents import write_image, write_workload
 from tests.tiny_models import NUM_VISUAL_TOKENS, Pair
@@ -127,49 +125,26 @@ def sizes(surface: Surface) -> set[tuple[int, int]]:
     return {(point.tokens, point.kv_length) for point in surface.points}
 
 
-def test_every_surface_has_a_price_at_every_size(table: CostTable) -> None:
+def test_every_part_is_measured_and_named(table: CostTable, pair: Pair) -> None:
+    """Every surface has a price at every size, and every part its samples and errors."""
     coarse = {(n, m) for n in SETTINGS.coarse_tokens for m in (32, 128)}
-    draft = table.drafts[0]
+    (draft,) = table.drafts
     finest = ((table.verify, {*TOKENS, *EVERY_ROW}), (draft.draft_first, TOKENS), (draft.draft_level, TOKENS))
     for surface, tokens in finest:
         assert sizes(surface) == {(n, m) for n in tokens for m in SETTINGS.kv_lengths}
         assert coarse <= {(point.tokens, point.kv_length) for point in surface.measured}
-        assert all(point.fitted_ms is not None for point in surface.points)
     assert sizes(table.decode) == {(1, m) for m in SETTINGS.kv_lengths}
-
-
-def test_every_part_has_its_errors(table: CostTable, pair: Pair) -> None:
     of_draft = [f"{pair.draft_folder}: {part}" for part in ("draft_first", "draft_level", "prefill", "overhead")]
     assert list(table.parts) == ["decode", "verify", "prefill", *of_draft]
     for part in table.parts.values():
         assert part.held_out_error is not None and part.uncertainty is not None and part.uncertainty > 0
-
-
-def test_table_has_the_shapes_of_its_models(table: CostTable) -> None:
-    target, draft = table.target_shape, table.drafts[0].shape
-    assert target is not None and draft is not None
-    assert target.num_layers > draft.num_layers and target.text_parameters > draft.text_parameters > 0
-    assert target.vision_parameters > 0 and target.vision_layers == 1
-
-
-def test_samples_are_kept(table: CostTable) -> None:
-    costs = table.drafts[0]
-    for surface in (table.verify, costs.draft_first, costs.draft_level, table.decode):
-        for point in surface.measured:
-            assert min(point.samples_ms) > 0 and point.observed is not None
-    overhead = costs.overhead
-    assert overhead.round_ms >= 0 and overhead.level_ms >= 0
-    assert len(overhead.samples) == 4 * 4, "four kinds of trees, four prompts"
-    for prefill in (table.prefill, costs.prefill):
+    assert len(draft.overhead.samples) == 4 * 4, "four kinds of trees, four prompts"
+    for prefill in (table.prefill, draft.prefill):
         assert {tuple(counts) for _, *counts, _ in prefill.samples} == {(0, 0), (1, NUM_VISUAL_TOKENS)}
-        assert all(tokens > 0 and ms > 0 for tokens, *_, ms in prefill.samples)
-
-
-def test_table_names_device_precision_and_models(table: CostTable, pair: Pair) -> None:
     assert table.device.key == fingerprint("cpu").key and not table.estimated and table.precision == "float32"
-    assert table.target == reference(str(pair.target_folder))
-    assert table.costs_of(reference(str(pair.draft_folder))).draft.id == str(pair.draft_folder)
-    assert table.dump()
+    assert (table.target, draft.draft) == (reference(str(pair.target_folder)), reference(str(pair.draft_folder)))
+    assert table.target_shape is not None and draft.shape is not None
+    assert table.target_shape.num_layers > draft.shape.num_layers and table.target_shape.vision_layers == 1
 
 
 def test_models_decode_as_before(
@@ -276,16 +251,6 @@ def test_steps_and_rounds_are_timed_with_the_requests_own_settings(
     assert calls == [("penalty", 1), ("penalty", 6), ("coupled", 3)]
 
 
-def test_preparing_takes_nothing_from_the_time_for_overhead(
-    pair: Pair, processor: Any, workload: Workload, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr(Decoder, "prepare", lambda *_: now.append(now[-1] + 1000))
-    target, draft = Target(pair.target), IndependentDraft(pair.draft)
-    runs = overhead_runs(target, draft, processor, workload, lambda: 1.0, SETTINGS, limit_s=100, clock=lambda: now[-1])
-    assert len(runs) == len(request_timing.TREES) * len(workload.prompts), "every tree decodes every prompt"
-
-
 def test_kv_lengths_span_a_workload() -> None:
     for shortest, longest in ((5, 29), (20, 420), (150, 400), (1000, 5000), (100, 101), (31, 32)):
         lengths = kv_lengths_for(shortest, longest)
@@ -332,19 +297,6 @@ def test_a_draft_without_a_model_is_timed_like_others(pair: Pair, workload: Work
     )
     assert estimated.num_anchors == 1
     assert {point.latency_ms for point in estimated.drafts[0].draft_level.points} == {0.0}
-
-
-def test_a_timed_lookup_finds_matches(pair: Pair) -> None:
-    """A step at any KV length, on the text of the step before or on a new one."""
-    draft = RetrievalDraft()
-    draft.attach(Target(pair.target))
-    tree = new_tree(3)
-    set_root(tree, 0, -1)
-    for kv_length in (200, 100, 300):
-        draft.prepare_step(kv_length)
-        assert draft.length == kv_length
-        _, logprobs = draft.propose(tree, np.array([ROOT]), 3)
-        assert logprobs[0, 0] == 0.0 and draft.match_length == draft.max_match
 
 
 def test_subnets_have_costs_of_their_own(pair: Pair, workload: Workload, processor: Any, tmp_path: Path) -> None:

@@ -118,16 +118,6 @@ def test_an_answer_with_a_near_tie_is_decoded_again_by_itself(
     assert [found[prompt.sha256] for prompt in greedy.prompts] == expected
 
 
-def test_other_settings_or_pixels_make_another_record(fresh: Recorder, workload: Workload) -> None:
-    first, image = workload.prompts[0], workload.prompts[1]
-    other_seed = first.settings.model_copy(update={"seed": 9, "temperature": 1.0})
-    darker = tuple(pixels.point(lambda value: value // 2) for pixels in image.pixels)
-    prompts = (first, type(first)("x", other_seed, ()), image, type(image)("x", image.settings, darker))
-    answers = fresh.answers(Workload("x", "tune", prompts))
-    assert len(list((fresh.folder / "answers").iterdir())) == 4
-    assert len({tuple(answer.tokens) for answer in answers}) == 4
-
-
 # -------- forest
 
 
@@ -321,22 +311,6 @@ def test_a_limit_on_answer_tokens_records_the_first_ones(
         assert (few.forest.child_token[roots] == whole.forest.child_token[all_roots]).all()
 
 
-def test_records_are_reused(
-    fresh: Recorder,
-    draft: IndependentDraft,
-    draft_reference: ModelReference,
-    workload: Workload,
-    num_forwards: dict[str, int],
-) -> None:
-    first = record(fresh, draft, draft_reference, workload)
-    assert num_forwards["target"] > 0 and num_forwards["draft"] > 0
-    num_forwards.update(target=0, draft=0)
-    assert_same_trace(record(fresh, draft, draft_reference, workload), first)
-    assert num_forwards == {"target": 0, "draft": 0}
-    record(fresh, draft, draft_reference, workload, visual_keep=0.5)  # the same answers, other forests
-    assert num_forwards["target"] == 0 < num_forwards["draft"]
-
-
 def assert_same_trace(actual: Trace, expected: Trace) -> None:
     for name in ("answer_start", "first_node", "prompt_length", "draft_prompt_length", "num_visual_tokens"):
         assert getattr(actual, name).tolist() == getattr(expected, name).tolist()
@@ -411,13 +385,3 @@ def test_a_kill_loses_only_the_record_being_made(
     trace = record(fresh, draft, draft_reference, workload)
     assert {path: path.stat().st_mtime_ns for path in made} == made, "complete records are not written again"
     assert trace.num_prompts == len(workload.prompts)
-
-
-def test_the_header_describes_the_recording(
-    fresh: Recorder, draft: IndependentDraft, draft_reference: ModelReference, workload: Workload
-) -> None:
-    found = record(fresh, draft, draft_reference, workload, visual_keep=0.5).header
-    assert (found.target, found.draft, found.subnet.visual_keep) == (fresh.target_reference, draft_reference, 0.5)
-    assert (found.workload, found.workload_sha256, found.bounds) == (workload.name, workload.sha256, SMALL)
-    assert found.prompts == [prompt.name for prompt in workload.prompts]
-    assert found.tasks == ["count", "read", "read", "read", "count"]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from autotune.replay.calibration import Children, _fit, _folds, calibrate, calibrated, children_on_answers
+from autotune.replay.calibration import Children, _fit, calibrate, calibrated, children_on_answers
 from autotune.replay.trace import RecordedPrompt, Trace, join
 from autotune.trees.priced import GRID, MAX_SURVIVAL
 from tests.sample_documents import forest_of, header, random_trace
@@ -74,13 +74,6 @@ def test_retrieved_tokens_are_calibrated_by_the_length_of_the_match() -> None:
     assert found is not None and list(found[0]) == sorted(found[0])
     assert abs(found[0][0] - 0.2) < 0.06 and abs(found[0][3] - 0.8) < 0.06
     assert calibrate(trace).retrieved is None
-
-
-def test_every_fold_has_prompts_of_each_task() -> None:
-    tasks = np.array(["a", "b"] * 8)
-    folds = _folds(tasks)
-    for task in "ab":
-        assert sorted(folds[tasks == task].tolist()) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_a_draft_that_proposes_nothing_is_calibrated() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 
@@ -12,7 +11,6 @@ from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.measuring.measurement import kv_lengths_for
-from autotune.replay import evaluator as evaluator_module
 from autotune.replay.evaluator import Evaluator
 from autotune.replay.replay import plain_decode_ms, replay
 from autotune.replay.trace import ForestBounds
@@ -33,15 +31,6 @@ def test_candidate_has_the_figures_of_its_replay() -> None:
     plain = plain_decode_ms(whole, found.prices[variant(1.0)]).sum() / whole.num_tokens
     assert found.ar_ms_per_token == pytest.approx(plain)
     assert candidate.speedup == pytest.approx(plain / candidate.ms_per_token)
-
-
-def test_evaluate_replays_a_configuration_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    monkeypatch.setattr(evaluator_module, "replay", lambda *args: calls.append(args) or replay(*args))
-    found = evaluator()
-    configuration = Configuration(tree={"policy": "chain", "depth": 2})
-    assert found.evaluate(configuration) is found.evaluate(configuration)
-    assert len(calls) == 1
 
 
 def test_subnet_without_a_trace_is_refused() -> None:
@@ -78,12 +67,6 @@ def test_trees_larger_than_the_table_are_refused() -> None:
     assert found.prices[variant(1.0)].verify_ms.shape[0] - 1 == 65
     with pytest.raises(UserError, match="65"):
         found.evaluate(Configuration(tree={"policy": "sage", "k": 4, "d_max": 4, "n_max": 128}))
-
-
-def test_ties_go_to_the_smaller_tree() -> None:
-    known = evaluator().evaluate(Configuration(tree={"policy": "chain", "depth": 2}))
-    same = [known.model_copy(update={"nodes_per_round": nodes}) for nodes in (4.0, 2.0, 3.0)]
-    assert [candidate.nodes_per_round for candidate in sorted(same, key=lambda one: one.rank)] == [2.0, 3.0, 4.0]
 
 
 def test_replay_many_equals_single_replays() -> None:

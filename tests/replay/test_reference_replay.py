@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from autotune.cost.request_costs import PrefillCost
-from autotune.errors import UserError
 from autotune.replay.reference_replay import count_acceptance, rounds
 from autotune.replay.replay import Replay, plain_decode_ms, replay
 from autotune.replay.trace import Trace
@@ -80,15 +79,6 @@ def test_replay_of_random_configurations_equals_their_rounds(of_each: int) -> No
     assert accepted >= set(range(6)) and len(num_rounds) > 10 and np.mean(fell_back) > 0.4
 
 
-def test_an_accepted_path_holds_the_answer() -> None:
-    trace = random_trace(4, num_tokens=30)
-    for one in rounds(trace, 1, parse_policy(TREES[3])):
-        assert one.tree is not None
-        answer = trace.forest.answer[trace.answer_start[1] + one.position :]
-        assert one.tree.token[[0, *one.path]].tolist() == answer[: len(one.path) + 1].tolist()
-        assert one.tree.parent[one.path].tolist() == [0, *one.path[:-1]][: len(one.path)]
-
-
 def test_acceptance_counts_every_round() -> None:
     """Accepted at depth d are the rounds of accepted length d or more."""
     trace = random_trace(5, num_tokens=30)
@@ -98,8 +88,3 @@ def test_acceptance_counts_every_round() -> None:
     by_depth = counts.by_depth
     assert by_depth[1:4, 1].tolist() == [int((lengths >= depth).sum()) for depth in (1, 2, 3)]
     assert by_depth[1:4, 0].tolist() == [len(lengths), *by_depth[1:3, 1].tolist()]
-
-
-def test_a_policy_beyond_the_trace_is_refused() -> None:
-    with pytest.raises(UserError, match="asks for"):
-        next(rounds(random_trace(0), 0, parse_policy({"policy": "chain", "depth": 9})))

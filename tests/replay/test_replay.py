@@ -110,7 +110,9 @@ def assert_rounds_are_the_decoders(
     replayed ones.
     """
     fallback = configuration.fallback
-    decoder.configure(configuration.tree, visual_keep=configuration.visual_keep, fallback=fallback)
+    decoder = Decoder(
+        decoder.target, decoder.draft, tree=configuration.tree, visual_keep=configuration.visual_keep, fallback=fallback
+    )
     policy = parse_policy(configuration.tree)
     replayed = replay(trace, policy, free_prices(), fallback)
     assert policy.policy in (*BEAMS, *FIXED_SHAPES) or replayed.missing.sum() == 0
@@ -204,7 +206,13 @@ def test_replay_counts_the_rounds_of_sampled_requests(
         replayed = assert_rounds_are_the_decoders(trace, configuration, decoder, sampled_workload, processor)
         num_missing += (replayed.missing > 0).sum() * (configuration.tree["policy"] in BEAMS)
         if configuration.tree["policy"] == "chain":
-            decoder.configure(configuration.tree, visual_keep=configuration.visual_keep, coupled=False)
+            decoder = Decoder(
+                decoder.target,
+                decoder.draft,
+                tree=configuration.tree,
+                visual_keep=configuration.visual_keep,
+                coupled=False,
+            )
             lengths = [decode(decoder, prompt, processor).accepted_lengths for prompt in sampled_workload.prompts]
             num_different += lengths != [found.tolist() for found in replayed.accepted_lengths]
     assert num_missing < 4 * of_each, "prompts that a beam leaves are not compared"
@@ -262,15 +270,6 @@ def test_a_raised_floor_loses_nodes_and_no_accepted_token(
         assert [a.tolist() for a in partial.accepted_lengths] == [a.tolist() for a in whole.accepted_lengths]
         assert partial.verified_nodes.sum() < whole.verified_nodes.sum()
         assert whole.is_covered and not partial.is_covered, "whole levels are missing, and so is their price"
-
-
-def test_a_chain_misses_nothing_whatever_the_floor(record: Callable[..., Trace], traces: dict[float, Trace]) -> None:
-    """The most probable path is recorded whatever its probability."""
-    least = ForestBounds(depth=SIZES.depth, num_proposals=1, floor=0.99, width=1)
-    trace = record(visual_keep=0.5, bounds=least)
-    whole, chain = (replay(t, ChainPolicy(depth=SIZES.depth), free_prices()) for t in (traces[0.5], trace))
-    assert chain.missing.sum() == 0
-    assert [a.tolist() for a in chain.accepted_lengths] == [a.tolist() for a in whole.accepted_lengths]
 
 
 def test_missing_nodes_are_counted_where_a_budget_binds() -> None:

@@ -73,28 +73,6 @@ def random_acceptances() -> list[np.ndarray]:
     return [np.array([0.0, 0.5, 0.0]), np.array([0.5, 0.0, 0.3]), np.array([0.1, 0.2, 0.6]), *some]
 
 
-@pytest.mark.parametrize(
-    ("acceptance", "budget", "depth", "paths"),
-    [
-        ([0.6, 0.3], 1, 2, {(0,)}),
-        ([0.6, 0.3], 2, 2, {(0,), (0, 0)}),
-        ([0.6, 0.3], 3, 2, {(0,), (0, 0), (1,)}),
-        ([0.6, 0.3], 5, 2, {(0,), (0, 0), (1,), (0, 1), (1, 0)}),
-        ([0.6, 0.3], 3, 1, {(0,), (1,)}),
-        ([1.0, 0.0], 20, 7, {(0,) * level for level in range(1, 8)}),
-        # Nodes that are never accepted are left out.
-        ([0.5, 0.0, 0.0], 6, 2, {(0,), (0, 0)}),
-        ([0.5, 0.0, 0.3], 6, 1, {(0,), (2,)}),
-        # Of equally accepted ranks, which are frequent with small counts, the low ones need fewer proposals.
-        ([0.4, 0.1, 0.1], 3, 1, {(0,), (1,), (2,)}),
-        ([0.4, 0.1, 0.1], 2, 1, {(0,), (1,)}),
-        ([0.5, 0.5], 1, 1, {(0,)}),
-    ],
-)
-def test_trees_by_hand(acceptance: list[float], budget: int, depth: int, paths: set[tuple[int, ...]]) -> None:
-    assert set(best_tree(np.array(acceptance), budget, depth).paths) == paths
-
-
 def test_small_trees_reach_the_plan() -> None:
     """Also where acceptance increases with the rank, or a rank in between is never accepted."""
     _, size, depth = counted_trees()
@@ -112,10 +90,6 @@ def test_small_trees_reach_the_plan() -> None:
             assert trees[0].max_nodes == size[is_best].min(), "no node is superfluous"
 
 
-def test_draft_that_is_never_accepted_gets_no_tree() -> None:
-    assert sequoia_trees(np.zeros(4), budgets=[1, 4, 16], depths=[1, 4]) == []
-
-
 def test_large_trees_reach_the_plan() -> None:
     acceptance = np.array([0.62, 0.14, 0.06, 0.03, 0.02, 0.01, 0.01, 0.005])
     expected, _ = solve(acceptance, 128, 24)
@@ -123,17 +97,6 @@ def test_large_trees_reach_the_plan() -> None:
         tree = best_tree(acceptance, budget, depth)
         assert tree.max_nodes <= budget and tree.max_depth <= depth
         assert tokens_of(tree, acceptance) == pytest.approx(expected[depth, budget + 1])
-
-
-def test_trees_are_distinct() -> None:
-    """Two ranks and one level allow two trees; a budget of 1 allows one tree at any depth."""
-    trees = sequoia_trees(np.array([0.6, 0.3]), budgets=[1, 2, 3, 4, 2], depths=[1])
-    assert [set(tree.paths) for tree in trees] == [{(0,)}, {(0,), (1,)}]
-    assert len(sequoia_trees(np.array([0.6, 0.3]), budgets=[1], depths=[1, 2, 3])) == 1
-    many = sequoia_trees(np.array([0.6, 0.3, 0.1]), budgets=range(1, 17), depths=range(1, 6))
-    assert len({frozenset(tree.paths) for tree in many}) == len(many)
-    for budget, depth in itertools.product(range(1, 17), range(1, 6)):
-        assert set(best_tree(np.array([0.6, 0.3, 0.1]), budget, depth).paths) in [set(tree.paths) for tree in many]
 
 
 def test_ranks_are_limited_to_those_of_static_trees() -> None:

@@ -72,44 +72,22 @@ def test_a_saved_trace_loads_equal(tmp_path: Path) -> None:
     assert sorted(p.name for p in path.parent.iterdir()) == ["keep-0.5.trace.json", "keep-0.5.trace.safetensors"]
 
 
-def test_damaged_arrays_are_refused(tmp_path: Path) -> None:
-    """Each message says how to record them again."""
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    """Arrays that are cut, empty, of another trace or missing, or whose last bit differs; and a wrong header."""
     path = tmp_path / "a.trace.json"
-    save_trace(path, two_prompts())
     arrays = path.with_suffix(".safetensors")
-    whole = arrays.read_bytes()
-    last = whole[:-1] + bytes([whole[-1] ^ 1])
-    for content in (whole[: len(whole) // 2], b"", b"no arrays", whole.replace(b"child_node", b"child_nope"), last):
-        arrays.write_bytes(content)
-        with pytest.raises(
-            UserError, match=r"a\.trace\.safetensors: .* are not those of a\.trace\.json.*autotune record"
-        ):
-            load_trace(path)
     save_trace(path, random_trace(0))
-    arrays.write_bytes(whole)
-    with pytest.raises(UserError, match="are not those of"):
-        load_trace(path)
-    arrays.unlink()
-    with pytest.raises(UserError, match="cannot be read"):
-        load_trace(path)
+    other = arrays.read_bytes()
     save_trace(path, two_prompts())
-    path.write_text(path.read_text().replace('"count"', '"count", "sum"'))
-    with pytest.raises(UserError, match="a trace has as many prompts and tasks as arrays"):
-        load_trace(path)
-
-
-def test_a_damaged_header_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.trace.json"
-    with pytest.raises(UserError, match="no such file"):
-        load_trace(path)
-    save_trace(path, two_prompts())
-    content = json.loads(path.read_text())
+    whole, content = arrays.read_bytes(), json.loads(path.read_text())
+    for damaged in (whole[: len(whole) // 2], b"", other, whole[:-1] + bytes([whole[-1] ^ 1]), None):
+        arrays.unlink() if damaged is None else arrays.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"a\.trace\.safetensors: .* with a\.trace\.json; .* autotune record"):
+            load_trace(path)
     for change, message in (
         ({"subnt": {}}, "unknown key 'subnt'; did you mean 'subnet'"),
         ({"subnet": {"visual_keep": 0.0}}, "subnet.visual_keep"),
         ({"schema": "autotune.trace/3"}, "this program reads schema 'autotune.trace/2'"),
-        ({"schema": "autotune.cost-table/1"}, "schema must be 'autotune.trace/2'"),
-        ({"bounds": {"depth": 99}}, "bounds.depth"),
     ):
         path.write_text(json.dumps({**content, **change}))
         with pytest.raises(UserError, match=message):
@@ -125,11 +103,6 @@ def shares(trace: Trace, *ranks: int) -> dict[tuple[str, int], float]:
 def test_agreement_by_hand() -> None:
     expected = {("read", 1): 0.5, ("read", 4): 1.0, ("count", 1): 0.5, ("count", 4): 0.5}
     assert shares(two_prompts(), 1, 4) == expected
-
-
-def test_agreement_pools_the_prompts_of_a_task() -> None:
-    expected = {("read", 1): 0.5, ("read", 2): 0.75, ("read", 3): 0.75}
-    assert shares(two_prompts(("read", "read")), 1, 2, 3) == expected
 
 
 def test_a_task_whose_answers_have_one_token_has_no_agreement() -> None:

@@ -132,7 +132,7 @@ def record_of(folder: Path, stage: str) -> Callable[[str | None], str]:
 def test_a_damaged_record_is_named(stage: str, change: Callable[[Any], Any], folder: Path) -> None:
     put = record_of(folder, stage)
     put(json.dumps(change(json.loads(put(None)))))
-    with pytest.raises(UserError, match=r"ledger.sqlite: a record is damaged .*; restore the storage, or move it away"):
+    with pytest.raises(UserError, match=r"ledger.sqlite: a record is damaged .*; restore the storage or move it away"):
         find_sources(folder)
 
 

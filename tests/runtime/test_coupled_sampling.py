@@ -210,19 +210,6 @@ def test_which_rounds_are_coupled(pair: Pair, prompts: dict[str, Inputs], monkey
         assert set(couplings) == {is_coupled}, options
 
 
-def test_noise_of_a_position_is_drawn_once_a_request(
-    pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    positions: list[int] = []
-    mix_seed = token_sampler.mix_seed
-    monkeypatch.setattr(
-        token_sampler, "mix_seed", lambda seed, position: positions.append(position) or mix_seed(seed, position)
-    )
-    out = Decoder(pair.target, pair.draft, tree=CHAIN).generate(**prompts["text"], max_new_tokens=40, temperature=1.0)
-    assert len(positions) == len(set(positions))
-    assert out.stats.new_tokens <= len(positions) <= out.stats.new_tokens + 2 * CHAIN["depth"]  # type: ignore[operator]
-
-
 def test_the_memory_of_noise_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_sampler, "MAX_NOISE_BYTES", 4 * 50 * 3)
     sampler, fresh = TokenSampler(temperature=1.0, seed=1), TokenSampler(temperature=1.0, seed=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -158,12 +157,6 @@ def check_stats(stats: DecodingStats, num_new_tokens: int) -> int:
     return cut
 
 
-def test_a_single_token_needs_no_round_and_no_draft(decoder: Decoder, prompts: dict[str, Inputs]) -> None:
-    stats = decoder.generate(**prompts["image"], max_new_tokens=1).stats
-    assert json.loads(json.dumps(stats.to_json(), allow_nan=False))["new_tokens"] == 1
-    assert (stats.rounds, stats.draft_forwards, stats.target_forwards, stats.tokens_per_round) == (0, 0, 0, None)
-
-
 def test_decoding_ends_with_the_end_of_sequence(
     pair: Pair, prompts: dict[str, Inputs], greedy: Greedy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,10 +221,28 @@ def test_custom_generate_shows_the_draft_the_image_itself(
 # -------- mistakes
 
 
-def test_vocabularies_that_differ(pair: Pair) -> None:
-    message = "must share one vocabulary; the target has 300 tokens, the draft 250; use a draft made for this target"
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    *(({"visual_keep": keep}, f"must be above 0 and at most 1; got {keep}") for keep in (0.0, -0.5, 1.5, float("nan"))),
+    ({"visual_keep": 0.5, "visual_ranking": "evn"}, "unknown visual_ranking 'evn'; did you mean 'even'"),
+    (
+        {"draft": new_llama(1, vocabulary_size=250)},
+        "must share one vocabulary; the target has 300 tokens, the draft 250; use a draft made for this target",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), MISTAKES)
+def test_a_decoder_that_cannot_be(pair: Pair, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        Decoder(pair.target, new_llama(1, vocabulary_size=250))
+        Decoder(pair.target, **{"draft": pair.draft, **options})
+
+
+def test_calls_of_no_prompt_and_of_another_model(pair: Pair, prompts: dict[str, Inputs], decoder: Decoder) -> None:
+    for inputs, given in (({"pixel_values": torch.zeros(1, 3, 32, 32)}, "pixel_values"), ({}, "nothing")):
+        with pytest.raises(UserError, match=f"generate needs input_ids, .*; got {given}"):
+            decoder.generate(**inputs)
+    with pytest.raises(UserError, match="must be called on the decoder's own target; load it with target=model"):
+        pair.draft.generate(**prompts["image"], max_new_tokens=3, custom_generate=decoder)
 
 
 class WordLevel:
@@ -281,27 +292,3 @@ def test_the_context_to_the_last_token(text_pair: Pair) -> None:
     prompt = torch.from_numpy(np.random.default_rng(1).integers(4, VOCABULARY_SIZE, (1, 2040)))
     out = Decoder(text_pair.target, text_pair.draft, tree=TREES["sage"]).generate(input_ids=prompt, max_new_tokens=8)
     assert torch.equal(out.sequences, text_pair.target.generate(input_ids=prompt, max_new_tokens=8, do_sample=False))
-
-
-def test_no_prompt(decoder: Decoder) -> None:
-    for inputs, given in (({"pixel_values": torch.zeros(1, 3, 32, 32)}, "pixel_values"), ({}, "nothing")):
-        with pytest.raises(UserError, match=f"generate needs input_ids, .*; got {given}"):
-            decoder.generate(**inputs)
-
-
-def test_a_share_of_visual_tokens_out_of_range(pair: Pair, decoder: Decoder) -> None:
-    for keep in (0.0, -0.5, 1.5, float("nan")):
-        with pytest.raises(UserError, match=f"visual_keep must be above 0 and at most 1; got {keep}"):
-            Decoder(pair.target, pair.draft, visual_keep=keep)
-        with pytest.raises(UserError, match=f"visual_keep must be above 0 and at most 1; got {keep}"):
-            decoder.configure({"policy": "sage"}, visual_keep=keep)
-
-
-def test_an_unknown_ranking(pair: Pair) -> None:
-    with pytest.raises(UserError, match="unknown visual_ranking 'evn'; did you mean 'even'"):
-        Decoder(pair.target, pair.draft, visual_keep=0.5, visual_ranking="evn")  # type: ignore[arg-type]
-
-
-def test_custom_generate_on_another_model(pair: Pair, prompts: dict[str, Inputs], decoder: Decoder) -> None:
-    with pytest.raises(UserError, match="must be called on the decoder's own target; load it with target=model"):
-        pair.draft.generate(**prompts["image"], max_new_tokens=3, custom_generate=decoder)

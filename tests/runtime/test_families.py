@@ -429,7 +429,7 @@ def test_replay_counts_the_rounds_of_decoding(name: str, tmp_path: Path) -> None
         part = record_forest(target, draft, inputs, recorded, bounds)
         trace = join(header(1, bounds=bounds, subnet=Subnet(visual_keep=keep)), [part])
         for tree in TREES[:6]:
-            decoder.configure(tree, visual_keep=keep)
+            decoder = Decoder(decoder.target, decoder.draft, tree=tree, visual_keep=keep)
             replayed = replay(trace, parse_policy(tree), free_prices())
             stats = decoder.generate(**inputs, max_new_tokens=NEW_TOKENS).stats
             assert replayed.missing[0] or replayed.accepted_lengths[0].tolist() == stats.accepted_lengths, tree

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import TopPLogitsWarper
 
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
@@ -85,7 +86,11 @@ def test_batches_and_readings(
 ) -> None:
     logits = torch.randn(3, 40)
     logits[1, 7] = value if value > 0 else float("nan")
-    samplers = [TokenSampler(), TokenSampler(temperature=1.0), TokenSampler(temperature=1.0, top_p=0.5)]
+    samplers = [
+        TokenSampler(),
+        TokenSampler(temperature=1.0),
+        TokenSampler(temperature=1.0, processors=[TopPLogitsWarper(0.5)]),
+    ]
     for order in (samplers, samplers[1:] + samplers[:1], samplers[2:] + samplers[:2]):
         tokens = drawn_tokens(order, logits, [0, 1, 2])
         assert tokens[1] == NOT_FINITE and tokens[0] >= 0 and tokens[2] >= 0

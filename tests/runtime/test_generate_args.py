@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
-    DynamicCache,
     LogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -312,30 +311,28 @@ def test_rows_of_a_batch_are_sampled_with_seeds_of_their_own(decoder: Decoder, p
     assert rows[0].tolist() != rows[1].tolist()
 
 
-def test_stats_of_a_batch_are_its_rows_(decoder: Decoder, batch: Inputs) -> None:
-    out = decoder.generate(**batch, max_new_tokens=4)
-    assert [stats.new_tokens for stats in out.row_stats] == [4, 4, 4]
-    with pytest.raises(UserError, match="stats are those of one prompt; this batch has 3; read row_stats"):
-        out.stats  # noqa: B018
+OF_ALL_ROWS: list[tuple[dict[str, Any], str]] = [
+    ({"logits_processor": [Never(3)]}, "rows of a batch are decoded one by one, and Never may read all rows together"),
+    ({"stopping_criteria": StoppingCriteriaList([StopAfter(3)])}, "StopAfter may read all rows together"),
+    ({"prefix_allowed_tokens_fn": lambda row, ids: [4, 5]}, "PrefixConstrainedLogitsProcessor may read"),
+    ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor may read all rows together"),
+    ({"streamer": TextIteratorStreamer(None)}, "a streamer reads one prompt; input_ids has 3 rows"),
+]
 
 
-def test_hooks_that_read_all_rows_together_are_refused(
-    decoder: Decoder, batch: Inputs, prompts: dict[str, Inputs]
+@pytest.mark.parametrize(("given", "message"), OF_ALL_ROWS)
+def test_what_reads_all_rows_together_is_refused(
+    given: dict[str, Any], message: str, decoder: Decoder, batch: Inputs
 ) -> None:
-    for given, name in (
-        ({"logits_processor": [Never(3)]}, "Never"),
-        ({"stopping_criteria": StoppingCriteriaList([StopAfter(3)])}, "StopAfter"),
-        ({"prefix_allowed_tokens_fn": lambda row, ids: [4, 5]}, "PrefixConstrainedLogitsProcessor"),
-        ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
-    ):
-        with pytest.raises(
-            UserError, match=f"rows of a batch are decoded one by one, and {name} may read all rows together"
-        ):
-            decoder.generate(**batch, max_new_tokens=4, **given)
+    with pytest.raises(UserError, match=message):
+        decoder.generate(**batch, max_new_tokens=4, **given)
+
+
+def test_a_stream_and_stats_are_of_one_prompt(decoder: Decoder, batch: Inputs) -> None:
     with pytest.raises(UserError, match="a stream is of one prompt; input_ids has 3 rows"):
         list(decoder.stream(**batch))
-    with pytest.raises(UserError, match="a streamer reads one prompt; input_ids has 3 rows"):
-        decoder.generate(**batch, streamer=TextIteratorStreamer(decoder.processor.tokenizer))
+    with pytest.raises(UserError, match="stats are those of one prompt; this batch has 3; read row_stats"):
+        decoder.generate(**batch, max_new_tokens=4).stats  # noqa: B018
 
 
 def test_hooks_that_read_all_rows_together_work_on_one(
@@ -350,33 +347,6 @@ def test_hooks_that_read_all_rows_together_work_on_one(
 
 
 # -------- refusals
-
-
-def test_outputs_of_single_steps(pair: Pair, decoder: Decoder, prompts: dict[str, Inputs]) -> None:
-    options = {"max_new_tokens": 2, "custom_generate": decoder, "return_dict_in_generate": True}
-    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
-        with pytest.raises(UserError, match=f"keeps no outputs of single steps; {name} must be off; leave it out"):
-            pair.target.generate(**prompts["text"], **options, **{name: True})
-
-
-def test_a_cache_of_the_caller_s(pair: Pair, decoder: Decoder, prompts: dict[str, Inputs]) -> None:
-    """An empty one is generate's own."""
-    cache = DynamicCache()
-    with torch.inference_mode():
-        pair.target(input_ids=prompts["text"]["input_ids"][:, :4], past_key_values=cache)
-    ids = {"input_ids": prompts["text"]["input_ids"]}
-    with pytest.raises(
-        UserError, match="a filled DynamicCache cannot be compacted after a tree; pass the whole prompt"
-    ):
-        decoder.generate(**ids, max_new_tokens=3, past_key_values=cache)
-    plain = decoder.generate(**ids, max_new_tokens=3).sequences
-    assert torch.equal(decoder.generate(**ids, max_new_tokens=3, past_key_values=DynamicCache()).sequences, plain)
-
-
-@pytest.mark.parametrize("kind", ["quantized", "offloaded"])
-def test_a_cache_that_cannot_be_compacted(kind: str, decoder: Decoder, prompts: dict[str, Inputs]) -> None:
-    with pytest.raises(UserError, match=kind):
-        decoder.generate(**prompts["text"], max_new_tokens=3, cache_implementation=kind)
 
 
 # Settings of generation configs as people have them, and whether a warning says that the answer is another.
@@ -412,20 +382,12 @@ def test_odd_generation_configs_give_the_greedy_answer(
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         assert torch.equal(decoder.generate(**prompts["text"], max_new_tokens=12).sequences, plain)
-        with pytest.raises(UserError, match="num_beams"):
+        with pytest.raises(UserError, match="decoding in rounds has no num_beams; got 2"):
             decoder.generate(**prompts["text"], max_new_tokens=3, **CALL)
     lines = [str(one.message) for one in found if "generation config has" in str(one.message)]
     assert lines == (
         [] if said is None else [f"the model's generation config has {said}; one sequence is decoded, token by token"]
     )
-
-
-def test_embeddings_in_place_of_tokens(pair: Pair, decoder: Decoder, prompts: dict[str, Inputs]) -> None:
-    embeddings = pair.target.get_input_embeddings()(prompts["text"]["input_ids"]).detach()
-    with pytest.raises(UserError, match="generate needs input_ids"):
-        decoder.generate(inputs_embeds=embeddings)
-    with pytest.raises(UserError, match="prompts are decoded from input_ids; inputs_embeds are not accepted"):
-        decoder.generate(**prompts["text"], inputs_embeds=embeddings)
 
 
 IDS, MASK = torch.arange(20, 29)[None], torch.ones(1, 9, dtype=torch.long)
@@ -435,7 +397,16 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"top_p": 1.5}, "top_p must be above 0 and at most 1; got 1.5"),
     ({"max_new_tokens": 0}, "max_new_tokens must be at least 1; got 0"),
     ({"max_new_tokens": 10**30}, "prompt and answer must fit the target's context"),
-    ({"num_beams": 0}, "num_beams and num_return_sequences must be 1"),
+    *(
+        ({name: value}, f"decoding in rounds has no {name}; got {value}; leave {name} out")
+        for name, value in (("num_beams", 2), ("cache_implementation", "offloaded"))
+    ),
+    *(
+        ({name: True, "return_dict_in_generate": True}, f"decoding in rounds has no {name}")
+        for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+    ),
+    ({"inputs_embeds": torch.ones(1, 9, 32)}, "decoding in rounds has no inputs_embeds"),
+    ({"past_key_values": 5}, "generate refuses the call|decoding in rounds has no past_key_values"),
     ({"eos_token_id": "x"}, "generate refuses the call"),
     ({"eos_token_id": float("nan")}, "generate refuses the call: value cannot be converted"),
     ({"streamer": 5}, "a streamer has put and end; got 5"),
@@ -446,10 +417,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": IDS.float()}, r"got torch.float32 \[1, 9\]"),
     ({"input_ids": IDS - 30}, "tokens of a prompt are from 0 to 299; got -10; use the target's own tokenizer"),
     ({"input_ids": IDS + 275}, "tokens of a prompt are from 0 to 299; got 300"),
-    ({"attention_mask": 0 * MASK}, "attention_mask has a row of zeros; drop that prompt"),
-    ({"input_ids": IDS.repeat(2, 1), "attention_mask": torch.stack([MASK[0], 0 * MASK[0]])}, "a row of zeros"),
-    ({"attention_mask": MASK[:, 1:]}, r"attention_mask is as large as input_ids, \[1, 9\]; got \[1, 8\]"),
-    ({"attention_mask": MASK.repeat(2, 1)}, r"got \[2, 9\]"),
+    ({"attention_mask": 0 * MASK}, "attention_mask is as large as input_ids, .*shows a token of every prompt"),
+    ({"input_ids": IDS.repeat(2, 1), "attention_mask": torch.stack([MASK[0], 0 * MASK[0]])}, "a token of every prompt"),
+    ({"attention_mask": MASK[:, 1:]}, r"input_ids, \[1, 9\], .* got torch.int64 \[1, 8\]"),
+    ({"attention_mask": MASK.repeat(2, 1)}, r"got torch.int64 \[2, 9\]"),
     ({"attention_mask": [[1] * 9]}, "got list"),
     ({"position_ids": torch.arange(9)[None] + 1}, "got other position_ids; leave them out"),
     *(({"position_ids": value}, "got other position_ids; leave them out") for value in (5, "x", torch.arange(8)[None])),

@@ -154,9 +154,8 @@ def test_trees_are_refused_for_a_hybrid_target_and_for_a_hybrid_draft(pair: Memb
     for target, draft in ((pair.target, text_draft), (text_draft, pair.draft)):
         with pytest.raises(UserError, match=message):
             Decoder(target, draft, tree=tree)
-        decoder = Decoder(target, draft, tree=CHAINS[1])
         with pytest.raises(UserError, match="choose the policy chain"):
-            decoder.configure({"policy": "priced", "k": 1, "width": 1, "retrieval": True})
+            Decoder(target, draft, tree={"policy": "priced", "k": 1, "width": 1, "retrieval": True})
 
 
 def test_a_hybrid_draft_keeps_the_output_of_a_target_without_states(pair: Member, tmp_path: Path) -> None:
@@ -208,26 +207,13 @@ def test_replay_counts_the_rounds_of_a_hybrid_pair(pair: Member, temperature: fl
     part = record_forest(target, draft, inputs, recorded, bounds, sampler=sampler)
     trace = join(header(1, bounds=bounds), [part])
     for tree in CHAINS[:4]:
-        decoder.configure(tree)
+        decoder = Decoder(decoder.target, decoder.draft, tree=tree)
         replayed = replay(trace, parse_policy(tree), free_prices())
         stats = decoder.generate(**inputs, **sampling).stats
         assert not replayed.missing[0]
         assert replayed.accepted_lengths[0].tolist() == stats.accepted_lengths, tree
         num_accepted += sum(stats.accepted_lengths)
     assert num_accepted > 6
-
-
-def test_a_verification_is_priced_with_what_it_reads_again(
-    pair: Member, text_draft: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read_again, counts = HybridCache._read_again, []
-    monkeypatch.setattr(HybridCache, "_read_again", lambda cache, n: (counts.append(n), read_again(cache, n))[0])
-    bench = StepBench(Target(pair.target), IndependentDraft(text_draft), CostSettings(kv_lengths=(64,)))
-    counts.clear()
-    with torch.inference_mode():
-        assert bench.verify_ms(6, 64) > 0 and counts == [3]
-        assert bench.verify_ms(1, 64) > 0 and counts == [3], "nothing is rejected"
-        assert bench.decode_ms(64) > 0 and counts == [3]
 
 
 def test_arms_that_grow_trees_are_left_out_of_a_comparison(pair: Member, text_draft: Any) -> None:

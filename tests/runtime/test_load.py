@@ -10,9 +10,7 @@ from autotune.documents.decoding_profile import DecodingProfile
 from autotune.machine.device import fingerprint
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
-from autotune.runtime.decoder import Decoder
 from autotune.runtime.load import decoder_for, load
-from autotune.trees.policy import parse_policy
 from tests.runtime.conftest import TREES
 from tests.sample_documents import decoding_profile
 from tests.tiny_models import Inputs, Pair
@@ -48,10 +46,3 @@ def test_visual_tokens_are_ranked_as_the_subnet_says(
     monkeypatch.setattr(Target, "prefill", observed)
     decoder.generate(**prompts["image"], max_new_tokens=4)
     assert asked == [["last_query"]]
-
-
-def test_a_decoder_may_be_given_another_tree(pair: Pair) -> None:
-    decoder = Decoder(pair.target, pair.draft)
-    draft = decoder.draft
-    decoder.configure(TREES["sage"], visual_keep=0.5)
-    assert decoder.draft is draft and decoder.point.policy == parse_policy(TREES["sage"])

@@ -137,10 +137,10 @@ def test_a_longer_request_frees_the_former_cache_and_captures(rehearsal: Rehears
 
 
 def test_memory_does_not_grow_over_policies(rehearsal: Rehearsal, text_pair: Pair) -> None:
-    decoder = text_decoder(on_device(text_pair, DEVICE), EAGLE2)
+    first = text_decoder(on_device(text_pair, DEVICE), EAGLE2)
 
     def live_after(tree: dict[str, Any]) -> int:
-        decoder.configure(tree)
+        decoder = Decoder(first.target, first.draft, tree=tree, capture_sizes=FEW_SIZES)
         list(decoder.stream(**text_of(10), max_new_tokens=2))
         return rehearsal.live_bytes
 

@@ -16,16 +16,12 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
 from autotune.evaluation.perplexity import quality
-from autotune.modeling.loading import BUNDLED_TARGET, load_model, load_processor
 from autotune.modeling.target import Target
-from autotune.modeling.target_defaults import default_drafts
 from autotune.runtime.decoder import Decoder
 from autotune.trees.fallback import RoundPrice
-from autotune.workloads.workload import load_workload
 from tests.drafters.test_feature_draft import agreeing_draft
 from tests.runtime.conftest import NEW_TOKENS, TREES, Greedy, new_tokens
 from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair
@@ -48,7 +44,7 @@ def test_requests_do_not_disturb_each_other(pair: Pair, prompts: dict[str, Input
     ]
     for turn, (inputs, tree) in enumerate(turns):
         settings = {"max_new_tokens": 25, "temperature": 0.5 * (turn % 3), "seed": turn}
-        decoder.configure(TREES[tree], visual_keep=0.3)
+        decoder = Decoder(decoder.target, decoder.draft, tree=TREES[tree], visual_keep=0.3)
         out = decoder.generate(**inputs, **settings)
         fresh = Decoder(pair.target, pair.draft, tree=TREES[tree], visual_keep=0.3).generate(**inputs, **settings)
         assert torch.equal(out.sequences, fresh.sequences)
@@ -175,18 +171,6 @@ def test_a_second_thread_is_refused_at_once(pair: Pair, prompts: dict[str, Input
         if draft is not None:
             others = [decoder, Decoder(pair.target, decoder.draft, **options), Decoder(decoder.target)]
             check_threads(others, "image", prompts["image"], greedy, turns)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", default_drafts(BUNDLED_TARGET))
-def test_threads_on_a_decoder_of_each_bundled_draft(name: str) -> None:
-    """Four of them, 200 times."""
-    target = Target(load_model(BUNDLED_TARGET))
-    (prompt,) = load_workload("digits", "evaluate", num_prompts=1).prompts
-    inputs = prompt.inputs(load_processor(BUNDLED_TARGET))
-    expected = target.model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS)
-    decoder = Decoder(target, load_draft(name, target))
-    check_threads([decoder] * 4, name, inputs, lambda _: expected, 200)
 
 
 def test_decoders_of_other_models_run_at_the_same_time(pair: Pair, prompts: dict[str, Inputs], greedy: Greedy) -> None:

@@ -13,7 +13,7 @@ from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
-from autotune.measuring.jobs import Block, BlockLog, LogHeader, TimedJob
+from autotune.measuring.jobs import JobLog, TimedJob
 from autotune.search import cost_tables
 from autotune.search.cost_tables import local_table, priced_variants, table_for_gpu
 from autotune.search.model_pool import ModelPool
@@ -61,16 +61,16 @@ def test_an_interrupted_measurement_continues(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The samples of the first run are given to the second, and are deleted with the table in place."""
-    block = Block(jobs=[TimedJob(plain_ms=(1.0, 1.0), samples=[("verify", 1, 16, 2.0), ("verify", 2, 16, 2.5)])])
+    job = TimedJob(plain_ms=(1.0, 1.0), samples=[("verify", 1, 16, 2.0), ("verify", 2, 16, 2.5)])
     whole = cost_tables.measure_table
-    logs: list[BlockLog] = []
+    logs: list[JobLog] = []
 
     def interrupted(*arguments: Any) -> CostTable:
         log = arguments[-1]
         logs.append(log)
-        if log.header is None:
-            log.begin(LogHeader(threads=2))
-            log.append(block)
+        if not log.is_begun:
+            log.begin(2)
+            log.append([job])
             raise KeyboardInterrupt
         return whole(*arguments)
 
@@ -78,7 +78,7 @@ def test_an_interrupted_measurement_continues(
     with pytest.raises(KeyboardInterrupt):
         table()
     assert table() == measured[0]
-    assert logs[1].header == LogHeader(threads=2) and logs[1].blocks == [block]
+    assert logs[1].threads == 2 and logs[1].jobs == [job]
     assert "cost table continued from 2 samples of an interrupted run" in capsys.readouterr().err
     assert not list(tmp_path.glob("*.cost.jsonl"))
 

@@ -218,16 +218,6 @@ def test_text_comes_in_whole_characters_and_without_what_may_begin_a_stop_string
     assert half.take() == "" and half.take(is_last=True) == "x\N{REPLACEMENT CHARACTER}"
 
 
-def test_the_form_of_vllm_bench_serve(url: str) -> None:
-    extra = {"repetition_penalty": 1.0, "logprobs": None, "ignore_eos": True, "stream": True}
-    status, text, headers = send(
-        url, COMPLETIONS, {**ASKED, "model": NAME, **extra, "stream_options": {"include_usage": True}}
-    )
-    *_, usage, done = text.strip().split("\n\n")
-    assert status == 200 and headers["content-type"].startswith("text/event-stream") and done == "data: [DONE]"
-    assert json.loads(usage[6:])["usage"]["completion_tokens"] == 24
-
-
 def test_the_form_of_guidellm(url: str) -> None:
     """Each event has the numbers of tokens so far."""
     options = {"include_usage": True, "continuous_usage_stats": True}

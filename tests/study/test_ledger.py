@@ -182,10 +182,10 @@ def test_no_unit_is_begun_that_would_end_after_the_deadline(tmp_path: Path, monk
 
 def test_storage_that_does_not_answer_is_one_clear_line() -> None:
     for url, message in (
-        ("postgresql://nobody@127.0.0.1:1/none", "does not answer"),
+        ("postgresql://nobody@127.0.0.1:1/none", "the storage cannot be used"),
         ("mysql://root@localhost/none", "PostgreSQL or a SQLite file"),
         ("nonsense", "PostgreSQL or a SQLite file"),
-        ("postgresql://nobody@host:port/none", "does not answer .invalid literal for int"),
+        ("postgresql://nobody@host:port/none", "cannot be used .invalid literal for int"),
     ):
         with pytest.raises(UserError, match=message) as caught:
             Ledger(url)
@@ -223,32 +223,20 @@ def test_a_claim_of_a_clock_that_is_ahead_is_free(storage: str | Path) -> None:
     assert not Ledger(storage).claim("unit-0", "squares")
 
 
-def test_a_damaged_ledger_and_a_full_disk_are_told_apart(tmp_path: Path) -> None:
-    """Neither is blamed on the URL."""
+def test_a_damaged_ledger_and_a_full_disk_are_one_line(tmp_path: Path) -> None:
     ledger = Ledger(path := tmp_path / "ledger.sqlite")
     with ledger._engine.begin() as connection:
         connection.exec_driver_sql("pragma max_page_count = 3")  # of the connection, which the ledger keeps
     assert ledger.claim("a", "squares")
-    with pytest.raises(
-        UserError, match=r"sqlite: the disk of the storage is full or fails .*is full.*; free some space"
-    ) as caught:
+    with pytest.raises(UserError, match=r"sqlite: the storage cannot be used .*is full.*; check .*the free space"):
         ledger.put("a", {"text": "x" * 100_000})
-    assert "URL" not in str(caught.value) and "is damaged" not in str(caught.value)
     Ledger(path).put("a", {"text": "x" * 100_000})
     path.write_bytes(b"not a database" * 100)
     for use in (lambda: ledger.claim("a", "squares"), lambda: ledger.records(["a"]), lambda: Ledger(path)):
         with pytest.raises(
-            UserError, match=r"^\S+ledger.sqlite: the storage is damaged .*; restore the storage, or move it"
+            UserError, match=r"^\S+ledger.sqlite: the storage cannot be used .*; .* restore the storage"
         ):
             use()
-
-
-def test_a_ledger_that_cannot_be_made_says_why(tmp_path: Path) -> None:
-    (path := tmp_path / "ledger.sqlite").mkdir()
-    with pytest.raises(
-        UserError, match=r"ledger.sqlite: the storage cannot be used .*; check its path, permissions and"
-    ):
-        Ledger(path)
 
 
 @pytest.mark.parametrize("text", ["{", "5", "[1]", "null", '"x"', None, b"\xff"])
@@ -260,7 +248,7 @@ def test_a_damaged_record_is_one_line(text: object, tmp_path: Path) -> None:
     if text is None:
         assert ledger.records(["a"]) == {}
         return
-    with pytest.raises(UserError, match=r"ledger.sqlite: a record is damaged .*; restore the storage, or move it away"):
+    with pytest.raises(UserError, match=r"ledger.sqlite: a record is damaged .*; restore the storage or move it away"):
         ledger.records(["a"])
 
 
@@ -295,9 +283,9 @@ def test_a_storage_that_is_lost_during_the_work_is_one_line(tmp_path: Path) -> N
     def lose_optuna() -> dict[str, int]:
         raise RuntimeError("during the commit") from sqlalchemy.exc.OperationalError("insert", {}, Exception("gone"))
 
-    with pytest.raises(UserError, match=r"the storage does not answer .*gone.*; .*run the same command to continue"):
+    with pytest.raises(UserError, match=r"the storage cannot be used .*gone.*; .*run the same command to continue"):
         ledger.work("squares", {"b": lose_optuna})
-    with pytest.raises(UserError, match=r"the storage cannot be used .*; .*, and run the same command to continue"):
+    with pytest.raises(UserError, match=r"the storage cannot be used .*; .* run the same command to continue"):
         ledger.work("squares", {"a": lose_file})
 
 

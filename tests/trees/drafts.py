@@ -7,9 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 
-from autotune.errors import UserError
 from autotune.trees.policy import NOTHING, TreeGrower, parse_policy
 from autotune.trees.tree import ROOT, Retrieved, Tree
 from tests.obvious import tokens_to
@@ -87,10 +85,6 @@ def same_everywhere(*probabilities: float) -> Draft:
     return lambda path: list(probabilities)
 
 
-def root_and_below(root: list[float], below: list[float]) -> Draft:
-    return lambda path: below if path else root
-
-
 def by_table(table: dict[Ranks, list[float]]) -> Draft:
     """A draft without candidates for nodes that are not in the table."""
     return lambda path: table.get(path, [])
@@ -134,14 +128,6 @@ def small_wetap(rng: np.random.Generator) -> dict[str, Any]:
         "top_k": int(rng.choice([1, 2, 4, 10, 16])),
         "top_p": float(rng.choice([0.3, 0.7, 0.9, 1.0])),
     }
-
-
-def assert_refused(policy: str, *cases: tuple[dict[str, Any], str]) -> None:
-    """Assert that hyperparameters are refused in one line with a message."""
-    for mistake, message in cases:
-        with pytest.raises(UserError) as refused:
-            parse_policy({"policy": policy, **mistake})
-        assert message in str(refused.value) and "\n" not in str(refused.value), mistake
 
 
 def assert_is_tree(tree: Tree) -> None:

@@ -5,58 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-import pytest
 
 from autotune.trees.acceptance_counts import AcceptanceCounts
 from autotune.trees.tree import ROOT, Tree, new_tree, set_root
 from tests.obvious import add_node, children_of, random_tree
-
-
-def small_tree() -> Tree:
-    """Nodes 1 and 2 below the root, 3 to 5 below node 1, 6 below node 2, 7 below node 4. Ranks have gaps, as in static
-    and pruned trees.
-    """
-    tree = new_tree(7)
-    set_root(tree, 0, -1)
-    for parent, rank in ((ROOT, 0), (ROOT, 2), (1, 0), (1, 1), (1, 3), (2, 0), (4, 0)):
-        add_node(tree, parent, 10 + rank, -1.0, rank, -1)
-    return tree
-
-
-def observed(*paths: list[int]) -> AcceptanceCounts:
-    counts = AcceptanceCounts()
-    for path in paths:
-        counts.observe(small_tree(), np.array(path, np.int64))
-    return counts
-
-
-NOTHING = {"by_depth": [], "by_rank": []}
-
-
-@pytest.mark.parametrize(
-    ("path", "by_depth", "by_rank"),
-    [
-        # Depth 1 is offered, by children of ranks 0 and 2; deeper nodes are not.
-        ([], [[1, 0]], [[1, 0], [0, 0], [1, 0]]),
-        # The root offers ranks 0 and 2, node 1 ranks 0, 1 and 3, node 4 rank 0. Depth 4 is not offered.
-        ([1, 4, 7], [[1, 1], [1, 1], [1, 1]], [[3, 2], [1, 1], [1, 0], [1, 0]]),
-        # Node 3 has no children; nodes of depth 3 elsewhere do not count.
-        ([1, 3], [[1, 1], [1, 1]], [[2, 2], [1, 0], [1, 0], [1, 0]]),
-        # Node 2 is accepted, node 6 is not.
-        ([2], [[1, 1], [1, 0]], [[2, 0], [0, 0], [1, 1]]),
-    ],
-)
-def test_counts_of_a_round_by_hand(path: list[int], by_depth: list[list[int]], by_rank: list[list[int]]) -> None:
-    assert observed(path).to_json() == {"by_depth": by_depth, "by_rank": by_rank}
-
-
-def test_counts_of_requests_are_added() -> None:
-    """Also where runs without a draft, which count nothing, are read back."""
-    first, second = observed([1, 4]), observed([2], [])
-    assert not first.is_empty and AcceptanceCounts().is_empty
-    for other in (second, AcceptanceCounts()):
-        first.add(AcceptanceCounts.from_json(other.to_json()))
-    assert first.to_json() == observed([1, 4], [2], []).to_json()
 
 
 def random_walk(rng: np.random.Generator, tree: Tree) -> list[int]:

@@ -6,17 +6,7 @@ from collections import Counter
 
 import numpy as np
 
-from autotune.trees.policy import parse_policy
-from tests.trees.drafts import (
-    Draft,
-    Ranks,
-    TreeSession,
-    assert_refused,
-    by_table,
-    random_draft,
-    same_everywhere,
-    tied_draft,
-)
+from tests.trees.drafts import Draft, Ranks, TreeSession, by_table, random_draft, same_everywhere, tied_draft
 
 
 def test_a_chain_ends_where_the_draft_proposes_nothing() -> None:
@@ -58,19 +48,3 @@ def test_a_dropped_draft_leaves_the_root_and_has_cost_its_forward_passes() -> No
     assert session.grow(by_table(table)) == [] and session.tree.size[0] == 1
     assert session.expanded == [[()], [(0,)], [(0, 0)]] and session.grown == [(0,), (0, 0)]
     assert session.grow(by_table(table | {(0, 0): [0.5]})) == [(0,), (0, 0), (0, 0, 0)]
-
-
-def test_the_default_is_what_serving_engines_run() -> None:
-    """vLLM and SGLang: five tokens."""
-    policy = parse_policy({"policy": "chain"})
-    assert (policy.depth, policy.max_nodes, policy.max_grown, policy.max_depth) == (5, 5, 5, 5)
-    assert (policy.max_width, policy.num_proposals) == (1, 1)
-
-
-def test_a_value_out_of_range_is_refused() -> None:
-    assert_refused(
-        "chain",
-        ({"depth": 25}, "depth: input should be less than or equal to 24; got 25"),
-        ({"p_min": 1.5}, "p_min: input should be less than or equal to 1; got 1.5"),
-        ({"n_min": 6}, "n_min must be at most depth, which is 5"),
-    )

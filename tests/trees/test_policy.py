@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import sys
 from typing import Any
 
@@ -13,7 +12,8 @@ import pytest
 from autotune.errors import UserError
 from autotune.replay.trace import pack_trace
 from autotune.trees import policy as policies
-from autotune.trees.policy import KINDS, POLICIES, STATE_SIZE, STEPS, TreeGrower, kind_number, parse_policy
+from autotune.trees.policy import KINDS, POLICIES, STATE_SIZE, TreeGrower, kind_number, parse_policy
+from autotune.trees.priced import GRID
 from autotune.trees.static import NO_TOKEN
 from autotune.trees.tree import MAX_LEVELS, MAX_STEP, ROOT, Tree, new_tree, new_workspace, set_root
 from tests.imports import MODULES
@@ -54,17 +54,6 @@ def test_a_policy_states_its_facts() -> None:
         assert kind.source
         assert {name for pair in kind.ordered for name in pair} <= set(kind().hyperparameters)
         assert kind().forest_bounds.depth == kind().max_depth
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_call_gives_a_policy_the_arguments_that_its_steps_name(name: str) -> None:
-    """Every function of a policy's file that has the name of a step is one, and takes some of the arguments of the
-    call.
-    """
-    module = vars(sys.modules[POLICIES[name].__module__])
-    for step, arguments in STEPS.items():
-        if step in module:
-            assert set(inspect.signature(module[step]).parameters) <= set(arguments)
 
 
 def test_no_module_outside_trees_asks_for_a_policy_by_name() -> None:
@@ -232,27 +221,81 @@ def fields(tree: Tree) -> list[np.ndarray]:
     ]
 
 
-def test_a_mistake_is_named_with_the_nearest_known_word() -> None:
-    for tree, message in (
-        ({"policy": "sagee"}, "tree: unknown tree policy 'sagee'; did you mean 'sage'?"),
-        ({"policy": "bush"}, "tree: unknown tree policy 'bush'; known: chain, sage"),
-        ({"depth": 5}, "tree: unknown tree policy None; known: chain, sage"),
-        ("chain", "tree: unknown tree policy None; known: chain, sage"),
-        ({"policy": "sage", "dmax": 8}, "tree: unknown key 'dmax'; did you mean 'd_max'?"),
-        ({"policy": "chain", "dept": 8}, "tree: unknown key 'dept'; did you mean 'depth'?"),
-        ({"policy": "chain", "w_max": 8}, "tree: unknown key 'w_max'; known: depth, policy"),
-        (
-            {"policy": "chain", "depth": 99},
-            "tree: depth: input should be less than or equal to 24; got 99; fix that value",
-        ),
-    ):
-        with pytest.raises(UserError) as refused:
-            parse_policy(tree)
-        # New policies may add known words.
-        assert str(refused.value).startswith(message.split(" known:")[0])
+# The settings of the papers and releases, and the limits of their trees: nodes, grown nodes, depth, width, proposals.
+DEFAULTS: list[tuple[dict[str, Any], tuple[int, int, int, int, int]]] = [
+    ({"policy": "chain", "depth": 5, "p_min": 0.0, "n_min": 0}, (5, 5, 5, 1, 1)),
+    ({"policy": "eagle2", "depth": 7, "k": 10, "budget": 60, "floor": 0.0}, (60, 10 + 6 * 100, 7, 10, 10)),
+    (
+        {
+            **{"policy": "wetap", "length": 8, "w_min": 16, "w_max": 128, "gamma": 1.2, "alpha": 0.6},
+            **{"budget": 64, "top_k": 10, "top_p": 0.9, "nucleus": "top_k", "entropy_of": "path"},
+        },
+        (64, 10 + 7 * 128, 8, 128, 10),
+    ),
+    (
+        {
+            **{"policy": "sage", "d_min": 3, "d_max": 8, "w_min": 2, "w_max": 10, "k": 10, "n_max": 64},
+            **{"confidence": "previous", "depth_cap": None, "window": 10, "lower": 2.0, "upper": 3.0},
+            **{"below_threshold": "leaf", "threshold": 0.1, "threshold_on": "path"},
+            **{"rounding": "nearest", "plan": "current"},
+        },
+        (64, 64, 8, 64, 10),
+    ),
+]
 
 
-def test_the_source_of_a_mistake_is_named_and_a_name_is_a_text() -> None:
-    for name in ("x", ["sage"], {"policy": "sage"}):
-        with pytest.raises(UserError, match=r"^profile\.json: points\.0\.tree: unknown tree policy "):
-            parse_policy({"policy": name}, source="profile.json: points.0.tree")
+@pytest.mark.parametrize(("settings", "limits"), DEFAULTS)
+def test_defaults_are_those_of_the_publications(settings: dict[str, Any], limits: tuple[int, ...]) -> None:
+    policy = parse_policy({"policy": settings["policy"]})
+    assert policy.model_dump() == settings
+    size = policy.max_nodes, policy.max_grown, policy.max_depth, policy.max_width, policy.num_proposals
+    assert size == limits
+
+
+CALIBRATION = {
+    **{"draft": "d", "draft_sha256": "1", "workload_sha256": "2", "num_tokens": 100, "log_loss": 0.1},
+    **{"raw_log_loss": 0.2, "curves": [[[0.1, 0.2]]]},
+}
+MISTAKES: list[tuple[Any, str]] = [
+    ({"policy": "sagee"}, "unknown tree policy 'sagee'; did you mean 'sage'?"),
+    ({"policy": "bush"}, "unknown tree policy 'bush'; known: chain, sage"),
+    ({"depth": 5}, "unknown tree policy None; known: chain, sage"),
+    ("chain", "unknown tree policy None; known: chain, sage"),
+    ({"policy": ["sage"]}, "unknown tree policy "),
+    ({"policy": "sage", "dmax": 8}, "unknown key 'dmax'; did you mean 'd_max'?"),
+    ({"policy": "chain", "w_max": 8}, "unknown key 'w_max'; known: depth, n_min, p_min, policy"),
+    ({"policy": "chain", "depth": 25}, "depth: input should be less than or equal to 24; got 25; fix that value"),
+    ({"policy": "chain", "p_min": 1.5}, "p_min: input should be less than or equal to 1; got 1.5"),
+    ({"policy": "chain", "n_min": 6}, "n_min must be at most depth, which is 5"),
+    ({"policy": "eagle2", "budget": 129}, "budget: input should be less than or equal to 128; got 129"),
+    ({"policy": "eagle2", "floor": 1.0}, "floor: input should be less than 1; got 1.0"),
+    ({"policy": "wetap", "w_min": 20, "w_max": 10}, "w_min must be at most w_max, which is 10"),
+    ({"policy": "wetap", "w_max": 257}, "w_max: input should be less than or equal to 256; got 257"),
+    ({"policy": "wetap", "top_k": 17}, "top_k: input should be less than or equal to 16; got 17"),
+    ({"policy": "sage", "lower": 3.5}, "lower must be at most upper, which is 3.0"),
+    ({"policy": "sage", "depth_cap": 2}, "d_min must be at most depth_cap, which is 2"),
+    ({"policy": "sage", "k": 1}, "k: input should be greater than or equal to 2; got 1"),  # log k divides in eq. 9
+    ({"policy": "sage", "window": 33}, "window: input should be less than or equal to 32; got 33"),
+    ({"policy": "static", "paths": [[0], [1], [0]]}, "paths must differ from each other; drop the repeated ones"),
+    ({"policy": "static", "paths": [[0], [0, 0, 0]]}, "path [0, 0, 0] needs its parent [0, 0]; add it"),
+    *(
+        ({"policy": "static", "paths": [[0], path]}, f"a path has 1 to 24 ranks of 0 to 15; got {path}")
+        for path in ([16], [0, -1], [], [0] * 25)
+    ),
+    ({"policy": "static", "paths": []}, "paths: tuple should have at least 1 item"),
+    ({"policy": "static", "paths": [["0"]]}, "paths.0.0: input should be a valid integer"),
+    ({"policy": "priced", "worth": 0.0}, "worth: "),
+    ({"policy": "priced", "prices": {"contexts": [5, 5]}}, "contexts must be ascending"),
+    ({"policy": "priced", "prices": {"contexts": [1, 2]}}, "level must have one row of at least two prices for each"),
+    ({"policy": "priced", "prices": {"verify": [[1.0]]}}, "verify must have one row"),
+    ({"policy": "priced", "calibration": CALIBRATION}, f"curves must have {len(GRID)} values for each rank"),
+]
+
+
+@pytest.mark.parametrize(("tree", "message"), MISTAKES)
+def test_a_mistake_is_one_line_that_names_its_source(tree: Any, message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        parse_policy(tree, source="profile.json: points.0.tree")
+    # New policies may add known words.
+    assert str(refused.value).startswith("profile.json: points.0.tree: ") and "\n" not in str(refused.value)
+    assert message.split("; known:")[0] in str(refused.value)

@@ -9,7 +9,7 @@ import numpy as np
 from autotune.trees import priced
 from autotune.trees.priced import GRID, MAX_SURVIVAL, Calibration, PricedPolicy, TreePrices
 from autotune.trees.tree import Retrieved
-from tests.trees.drafts import Draft, Ranks, TreeSession, assert_refused, logprobs_of, random_draft, same_everywhere
+from tests.trees.drafts import Draft, Ranks, TreeSession, logprobs_of, random_draft, same_everywhere
 
 
 def calibration(curves: Any, retrieved: Any = None) -> Calibration:
@@ -177,18 +177,6 @@ def test_survivals_adapt_within_bounds_and_are_forgotten_with_the_request() -> N
     assert max(sizes[:32]) > sizes[0] > sizes[-1] >= 1
     session.grower.reset()
     assert len(session.grow(draft)) == sizes[0]
-
-
-def test_incomplete_prices_and_curves_are_refused() -> None:
-    short = calibration([[np.linspace(0, 1, len(GRID))]]).model_dump() | {"curves": [[[0.1, 0.2]]]}
-    assert_refused(
-        "priced",
-        ({"worth": 0.0}, "worth: "),
-        ({"prices": {"contexts": [5, 5]}}, "contexts must be ascending"),
-        ({"prices": {"contexts": [1, 2]}}, "level must have one row of at least two prices for each of the contexts"),
-        ({"prices": {"verify": [[1.0]]}}, "verify must have one row"),
-        ({"calibration": short}, f"curves must have {len(GRID)} values for each rank"),
-    )
 
 
 def test_a_long_match_drafts_nothing_and_a_short_one_competes() -> None:

@@ -5,18 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from autotune.trees.policy import parse_policy
-from tests.trees.drafts import (
-    Ranks,
-    TreeSession,
-    assert_is_tree,
-    assert_refused,
-    path_logprob,
-    random_draft,
-    same_everywhere,
-)
+from tests.trees.drafts import Ranks, TreeSession, assert_is_tree, path_logprob, random_draft, same_everywhere
 
 PATHS: list[Ranks] = [(1, 0), (0,), (2,), (0, 3), (1,), (0, 0), (0, 0, 1), (2, 0), (1, 0, 0)]
-IN_ORDER: list[Ranks] = [(0,), (1,), (2,), (0, 0), (0, 3), (1, 0), (2, 0), (0, 0, 1), (1, 0, 0)]
 
 
 def random_paths(rng: np.random.Generator) -> list[Ranks]:
@@ -27,13 +18,6 @@ def random_paths(rng: np.random.Generator) -> list[Ranks]:
         if child not in paths and len(child) <= 24:
             paths.append(child)
     return [paths[i] for i in 1 + rng.permutation(len(paths) - 1)]
-
-
-def test_the_tree_is_its_paths_level_by_level_by_parent_then_by_rank() -> None:
-    """The order of the paths does not matter; only nodes with children are expanded."""
-    session = TreeSession("static", paths=PATHS)
-    assert session.grow(random_draft(0, 0.3)) == IN_ORDER
-    assert session.expanded == [[()], [(0,), (1,), (2,)], [(0, 0), (1, 0)]]
 
 
 def test_random_paths_make_their_tree_under_any_draft() -> None:
@@ -65,19 +49,3 @@ def test_limits_follow_from_the_paths() -> None:
         session.grow(same_everywhere(*[1 / 16] * 16))
         assert session.policy.max_width == max(map(len, session.expanded))
         assert session.policy.max_depth == len(session.expanded)
-
-
-def test_paths_that_are_no_tree_are_refused() -> None:
-    assert_refused(
-        "static",
-        ({"paths": [[0], [1], [0]]}, "paths must differ from each other; drop the repeated ones"),
-        ({"paths": [[0], [1, 0]]}, "path [1, 0] needs its parent [1]; add it"),
-        ({"paths": [[0], [0, 0, 0]]}, "path [0, 0, 0] needs its parent [0, 0]; add it"),
-        ({"paths": [[0], [16]]}, "a path has 1 to 24 ranks of 0 to 15; got [16]"),
-        ({"paths": [[0], [0, -1]]}, "a path has 1 to 24 ranks of 0 to 15; got [0, -1]"),
-        ({"paths": [[]]}, "a path has 1 to 24 ranks of 0 to 15; got []"),
-        ({"paths": [[0] * level for level in range(1, 26)]}, f"a path has 1 to 24 ranks of 0 to 15; got {[0] * 25}"),
-        ({"paths": []}, "paths: tuple should have at least 1 item"),
-        ({"paths": [[rank, *[0] * level] for rank in range(13) for level in range(10)]}, "at most 128 items"),
-        ({"paths": [["0"]]}, "paths.0.0: input should be a valid integer"),
-    )

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from pydantic import TypeAdapter, ValidationError
 
 from autotune.trees.tree import MAX_LEVELS, MAX_STEP, ROOT, Floats, Ints, Tree, new_tree, set_root
-from autotune.trees.verification import (
-    LosslessVerification,
-    Verification,
-    WetapVerification,
-    accept_by_ratio,
-    accept_path,
-    find_child,
-)
+from autotune.trees.verification import accept_by_ratio, accept_path
 from tests.obvious import add_node, ancestors_of, children_of, random_tree
 
 
@@ -37,15 +29,6 @@ def test_the_accepted_path_of_random_trees() -> None:
         assert path[:length].tolist() == accepted_below(tree, ROOT, target_token)
         lengths.append(length)
     assert min(lengths) == 0 and max(lengths) >= 4, "the random trees no longer cover short and long paths"
-
-
-def test_nodes_of_an_earlier_tree_are_not_found() -> None:
-    """Planting only resets the size; entries beyond it are stale."""
-    tree = new_tree(5)
-    set_root(tree, 0, -1)
-    add_node(tree, ROOT, 1, -0.1, 0, -1)
-    set_root(tree, 0, -1)
-    assert find_child(tree, ROOT, 1) == -1
 
 
 # -------- WETAP's acceptance
@@ -86,35 +69,6 @@ def target_of(*probabilities: float) -> Floats:
     """The target's probabilities of nodes 1, 2, ..., each after its parent."""
     with np.errstate(divide="ignore"):
         return np.log([1.0, *probabilities])
-
-
-def test_acceptance_by_ratio_by_hand() -> None:
-    """Nodes a (draft 0.5), b (0.4); below a: c (0.5), d (0.25); below b: e (0.5); below c: f (0.8).
-
-           draft q       target p along the path    p / q
-        a  0.5           0.2                        0.4
-        b  0.4           0.6                        1.5
-        c  0.25          0.2 * 0.9 = 0.18           0.72
-        d  0.125         0.2 * 0.1 = 0.02           0.16
-        e  0.2           0.6 * 0.25 = 0.15          0.75
-        f  0.2           0.18 * 0.5 = 0.09          0.45
-
-    Acceptance is by the whole path: f is accepted at 0.44, although the ratio of its ancestor a is 0.4, where eq. 10
-    would reject a.
-    """
-    tree = tree_of((ROOT, 0.5), (ROOT, 0.4), (1, 0.5), (1, 0.25), (2, 0.5), (3, 0.8))
-    a, b, c, _, e, f = range(1, 7)
-    target = target_of(0.2, 0.6, 0.9, 0.1, 0.25, 0.5)
-    assert ratio_path(tree, target, 0.44) == [a, c, f], (
-        "f has 0.45: the deepest wins, although b and e have higher ratios"
-    )
-    assert ratio_path(tree, target, 0.46) == [a, c], (
-        "level 2 has c (p = 0.18) and e (p = 0.15): the more probable to the target wins"
-    )
-    assert ratio_path(tree, target, 0.73) == [b, e]
-    assert ratio_path(tree, target, 0.76) == [b]
-    assert ratio_path(tree, target, 1.0) == [b], "a ratio of 1.5 exceeds every allowed threshold"
-    assert ratio_path(tree, target_of(0.2, 0.3, 0.9, 0.1, 0.25, 0.5), 1.0) == []
 
 
 FIVE_NODES = ((ROOT, 0.5), (ROOT, 0.5), (1, 0.5), (2, 0.5), (2, 0.25))
@@ -169,17 +123,3 @@ def test_acceptance_by_ratio_on_random_trees() -> None:
 
 
 # -------- in a document
-
-
-def test_a_threshold_out_of_range_is_refused() -> None:
-    for threshold in (0.0, -0.1, 1.01, float("nan")):  # at 0 every node would be accepted
-        with pytest.raises(ValidationError, match="threshold"):
-            WetapVerification(threshold=threshold)
-
-
-def test_verification_is_discriminated_by_its_kind() -> None:
-    adapter: TypeAdapter[LosslessVerification | WetapVerification] = TypeAdapter(Verification)
-    assert adapter.validate_python({"kind": "lossless"}) == LosslessVerification()
-    assert adapter.validate_python({"kind": "wetap", "threshold": 0.5}) == WetapVerification(threshold=0.5)
-    with pytest.raises(ValidationError):
-        adapter.validate_python({"kind": "lossless", "threshold": 0.5})

@@ -6,22 +6,16 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from autotune.errors import UserError
 from autotune.workloads import hub
-from autotune.workloads.formats import (
-    BENCHMARK_TOKENS,
-    MT_BENCH_CATEGORIES,
-    SPEED_BENCH_PLACEHOLDER,
-    VLLM_TOKENS,
-    Format,
-    read_prompts,
-)
-from autotune.workloads.workload import Workload, load_workload
+from autotune.workloads.formats import BENCHMARK_TOKENS, SPEED_BENCH_PLACEHOLDER, VLLM_TOKENS, Format, read_prompts
+from autotune.workloads.workload import Workload, WorkloadSplit, load_workload
 from tests.sample_documents import write_image, write_workload
 
 MT_BENCH = [
@@ -128,115 +122,138 @@ def texts(workload: Workload) -> list[str]:
     return [prompt.settings.text for prompt in workload.prompts]
 
 
-@pytest.mark.parametrize("format", [None, "mt-bench"])
-def test_mt_bench(format: Format | None, tmp_path: Path) -> None:
-    """Categories take turns and alternate between the splits; every turn is a prompt."""
-    path = str(write_workload(tmp_path, MT_BENCH, name="question.jsonl"))
-    tune, evaluate = (load_workload(path, split, format=format) for split in ("tune", "evaluate"))
-    assert tune.format == evaluate.format == "mt-bench" and tune.tasks == evaluate.tasks == ["writing", "math"]
-    assert texts(tune) == ["Compose a post.", "Rewrite it.", "The area?", "And?"]
-    assert texts(evaluate) == ["Draft an email.", "Criticize it.", "Solve it.", "Again."]
-    assert [prompt.name for prompt in evaluate.prompts] == [
-        f"question.jsonl:{row}/turn-{turn}" for row in (2, 4) for turn in (1, 2)
-    ]
-    assert all(prompt.settings.max_new_tokens == BENCHMARK_TOKENS for prompt in tune.prompts)
-    first, second = tune.prompts[:2]
-    assert first.settings.prompt == "Compose a post." and first.earlier is None
-    assert second.settings.turns == MT_BENCH[0]["turns"]
-    assert second.earlier is not None and second.earlier.sha256 == first.sha256
-    assert texts(load_workload(path, "tune", num_prompts=3, format=format)) == texts(tune)[:3]
-    assert texts(load_workload(path, "evaluate", format=format, is_whole=True))[:4] == [*texts(tune)]
+@dataclass(frozen=True)
+class Expected:
+    """What the rows of a file become."""
+
+    texts: list[str]
+    tasks: list[str]
+    names: list[str]
+    max_new_tokens: int = BENCHMARK_TOKENS
+    num_pixels: int = 0
 
 
-def test_spec_bench_reports_mt_bench_as_one_task(tmp_path: Path) -> None:
-    path = write_workload(tmp_path, SPEC_BENCH, name="question.jsonl")
-    whole = load_workload(str(path), "evaluate", is_whole=True)
-    assert whole.format == "spec-bench" and whole.tasks == ["mt_bench", "translation"]
-    assert [row for row, _ in read_prompts(path).prompts] == [1, 4, 2, 5, 3], "tasks take turns"
-    as_mt_bench = load_workload(str(path), "tune", format="mt-bench")
-    assert set(as_mt_bench.tasks) - MT_BENCH_CATEGORIES == {"translation"}
+FORMATS: list[tuple[Format, list[dict[str, Any]], Expected]] = [
+    (
+        "mt-bench",
+        [*MT_BENCH, MT_BENCH[0]],  # a repeated question is used once, or it could be in both splits
+        Expected(
+            [
+                *("Compose a post.", "Rewrite it.", "The area?", "And?"),
+                *("Draft an email.", "Criticize it.", "Solve it.", "Again."),
+            ],
+            ["writing", "math"],
+            [f"{row}/turn-{turn}" for row in (1, 3, 2, 4) for turn in (1, 2)],
+        ),
+    ),
+    (
+        "spec-bench",
+        SPEC_BENCH,
+        Expected(
+            [
+                *("Compose a post.", "Rewrite it.", "Translate German to English: Tag.", "Draft an email."),
+                *("Criticize it.", "Translate German to English: Nacht.", "The area?", "And?"),
+            ],
+            ["mt_bench", "translation"],
+            ["1/turn-1", "1/turn-2", "4", "2/turn-1", "2/turn-2", "5", "3/turn-1", "3/turn-2"],
+        ),
+    ),
+    (
+        "mmspec",
+        MMSPEC,
+        Expected(
+            ["What is this?", "Describe it.", "Why?"],
+            ["general vqa", "multi-turn"],
+            ["1", "2/turn-1", "2/turn-2"],
+            num_pixels=3,
+        ),
+    ),
+    (
+        "speed-bench",
+        SPEED_BENCH,
+        Expected(
+            [text for number in range(2) for text in (f"Write a function, version {number}.", "Test it.")],
+            ["coding"],
+            [f"{row}/turn-{turn}" for row in (1, 2) for turn in (1, 2)],
+        ),
+    ),
+    (
+        "speed-bench",
+        PREPARED,
+        Expected(
+            ["Who? 0", "When?", "Who? 1", "When?"], ["qa"], [f"{row}/turn-{turn}" for row in (1, 2) for turn in (1, 2)]
+        ),
+    ),
+    (
+        "vllm",
+        VLLM,
+        Expected(
+            ["Count.", "What is on both?", "What is this?", "What is "],
+            ["prompt"],
+            ["1", "2", "3", "4"],
+            VLLM_TOKENS,
+            num_pixels=4,
+        ),
+    ),
+    ("sharegpt", SHAREGPT, Expected(["Hi.", "One?", "Two?"], ["sharegpt"], ["1", "3/turn-1", "3/turn-2"])),
+    ("humaneval", HUMANEVAL, Expected([row["prompt"] for row in HUMANEVAL], ["humaneval"], ["1", "2", "3"])),
+    ("gsm8k", GSM8K, Expected([row["question"] for row in GSM8K], ["gsm8k"], ["1", "2", "3"])),
+    (
+        "autotune",
+        [{"turns": ["a", "b"], "max_new_tokens": 5}, {"turns": ["c"], "max_new_tokens": 5}],
+        Expected(["a", "b", "c"], ["prompt"], ["1/turn-1", "1/turn-2", "2"], 5),
+    ),
+]
 
 
-def test_mmspec(tmp_path: Path) -> None:
-    """Images lie in a folder next to the file; a conversation keeps the image of its first turn."""
-    for row in MMSPEC:
-        (tmp_path / "images" / row["image"]).parent.mkdir(parents=True)
-        write_image(tmp_path / "images" / row["image"], len(row["turns"]))
-    path = write_workload(tmp_path, MMSPEC, name="mmspec.jsonl")
-    workload = load_workload(str(path), "evaluate", is_whole=True)
-    assert workload.format == "mmspec" and workload.tasks == ["general vqa", "multi-turn"]
-    assert texts(workload) == ["What is this?", "Describe it.", "Why?"]
-    one, first, second = (prompt.pixels[0] for prompt in workload.prompts)
-    assert first.tobytes() == second.tobytes() != one.tobytes()
-
-
-@pytest.mark.parametrize("rows", [SPEED_BENCH, PREPARED])
-def test_speed_bench(rows: list[dict[str, Any]], tmp_path: Path) -> None:
-    """As published, in Parquet, and as its scripts prepare it, in JSONL."""
-    paths = [write_workload(tmp_path, rows)]
-    if rows is SPEED_BENCH:
-        pandas = pytest.importorskip("pandas")
+def write_file(folder: Path, rows: list[dict[str, Any]], form: str) -> Path:
+    """Rows as JSONL, as JSON, compressed, or in Parquet."""
+    path = write_workload(folder, [json.dumps(rows)] if form == "json" else rows)
+    if form == "gz":
+        (folder / "rows.gz").write_bytes(gzip.compress(path.read_bytes()))
+    if form == "parquet":
         pytest.importorskip("pyarrow")
-        paths.append(tmp_path / "test.parquet")
-        pandas.DataFrame(rows).to_parquet(paths[1])
-    for path in paths:
-        workload = load_workload(str(path), "evaluate")
-        assert workload.format == "speed-bench" and workload.tasks == [rows[0]["category"]]
-        second = rows[1].get("turns") or [message["content"] for message in rows[1]["messages"]]
-        assert texts(workload) == second
+        pytest.importorskip("pandas").DataFrame(rows).to_parquet(folder / "rows.parquet")
+    return path if form in ("jsonl", "json") else folder / f"rows.{form}"
 
 
-def test_vllm(tmp_path: Path) -> None:
-    for number, name in enumerate(("a.png", "b.png")):
-        write_image(tmp_path / name, number)
-    path = str(write_workload(tmp_path, VLLM))
-    workload = load_workload(path, "evaluate", is_whole=True)
-    assert workload.format == "vllm" and texts(workload) == ["Count.", "What is on both?", "What is this?", "What is "]
-    assert [prompt.settings.max_new_tokens for prompt in workload.prompts] == [7, *[VLLM_TOKENS] * 3]
-    assert [len(prompt.pixels) for prompt in workload.prompts] == [0, 2, 1, 1]
-    parts = [part.type for part in workload.prompts[3].settings.messages[0].parts]  # type: ignore[index]
-    assert parts == ["text", "image"]
-    plain = write_workload(tmp_path, [{"prompt": "a"}, {"prompt": "b"}], name="plain.jsonl")
-    assert read_prompts(plain).format == "autotune", "rows of a prompt alone are ours as well"
+@pytest.mark.parametrize(
+    ("format", "rows", "expected", "form"),
+    [*((*one, "jsonl") for one in FORMATS), (*FORMATS[6], "json"), (*FORMATS[7], "gz"), (*FORMATS[3], "parquet")],
+)
+def test_rows_of_a_benchmark_become_prompts(
+    format: Format, rows: list[dict[str, Any]], expected: Expected, form: str, tmp_path: Path
+) -> None:
+    """Tasks take turns; every turn is a prompt, with the image of the first; answers of others are not used."""
+    for image in ("a.png", "b.png", *(f"images/{row['image']}" for row in MMSPEC)):
+        (tmp_path / image).parent.mkdir(parents=True, exist_ok=True)
+        write_image(tmp_path / image, len(image))
+    path = write_file(tmp_path, rows, form)
+    for given in (None, format):
+        whole = load_workload(str(path), "evaluate", format=given, is_whole=True)
+        assert (whole.format, texts(whole), whole.tasks) == (format, expected.texts, expected.tasks)
+        assert [prompt.name.partition(":")[2] for prompt in whole.prompts] == expected.names
+        assert whole.prompts[-1].settings.max_new_tokens == expected.max_new_tokens
+        assert sum(len(prompt.pixels) for prompt in whole.prompts) == expected.num_pixels
+    for prompt in whole.prompts:
+        assert prompt.earlier is None or prompt.earlier.sha256 in {other.sha256 for other in whole.prompts}
+    first = load_workload(str(path), "evaluate", num_prompts=1, is_whole=True)
+    assert texts(first) == expected.texts[:1]
+
+
+def test_categories_alternate_between_the_splits(tmp_path: Path) -> None:
+    path = str(write_workload(tmp_path, MT_BENCH))
+    found = [texts(load_workload(path, split)) for split in get_args(WorkloadSplit)]
+    assert found == [
+        ["Compose a post.", "Rewrite it.", "The area?", "And?"],
+        ["Draft an email.", "Criticize it.", "Solve it.", "Again."],
+    ]
+
+
+def test_rows_of_a_prompt_alone_are_ours_and_vllms(tmp_path: Path) -> None:
+    plain = write_workload(tmp_path, [{"prompt": "a"}, {"prompt": "b"}])
+    assert read_prompts(plain).format == "autotune"
     assert read_prompts(plain, "vllm").prompts[0][1].max_new_tokens == VLLM_TOKENS
-
-
-@pytest.mark.parametrize("is_json", [True, False])
-def test_sharegpt(is_json: bool, tmp_path: Path) -> None:
-    """Questions up to an empty one; conversations without any are left out; the answers of others are not used."""
-    path = write_workload(tmp_path, [json.dumps(SHAREGPT)] if is_json else SHAREGPT)
-    workload = load_workload(str(path), "evaluate", is_whole=True)
-    assert workload.format == "sharegpt" and texts(workload) == ["Hi.", "One?", "Two?"]
-    assert [prompt.name.partition(":")[2] for prompt in workload.prompts] == ["1", "3/turn-1", "3/turn-2"]
-
-
-@pytest.mark.parametrize(("format", "rows", "key"), [("humaneval", HUMANEVAL, "prompt"), ("gsm8k", GSM8K, "question")])
-def test_humaneval_and_gsm8k(format: Format, rows: list[dict[str, Any]], key: str, tmp_path: Path) -> None:
-    """As published, HumanEval compressed; their answers are not used, and the questions are the user's only message."""
-    plain = write_workload(tmp_path, rows)
-    compressed = tmp_path / "published.jsonl.gz"
-    compressed.write_bytes(gzip.compress(plain.read_bytes()))
-    whole = [load_workload(str(path), "evaluate", is_whole=True) for path in (plain, compressed)]
-    for workload in whole:
-        assert workload.format == format and workload.tasks == [format]
-        assert texts(workload) == [row[key] for row in rows] == [prompt.content for prompt in workload.prompts]
-        assert {prompt.settings.max_new_tokens for prompt in workload.prompts} == {BENCHMARK_TOKENS}
-    assert whole[0].sha256 == whole[1].sha256
-    assert texts(load_workload(str(compressed), "tune")) == [rows[0][key], rows[2][key]]
-
-
-def test_our_own_lines_may_have_turns(tmp_path: Path) -> None:
-    lines = [{"turns": ["a", "b"], "split": "tune", "max_new_tokens": 5}, {"turns": ["c"], "split": "tune"}]
-    workload = load_workload(str(write_workload(tmp_path, lines)), "tune")
-    assert texts(workload) == ["a", "b", "c"] and [p.is_answered for p in workload.prompts] == [True, False, True]
-    path = write_workload(tmp_path, [{"prompt": "a", "split": "tune", "max_new_tokens": 5}])
-    assert workload.prompts[0].sha256 == load_workload(str(path), "tune").prompts[0].sha256
-
-
-def test_repeated_questions_are_used_once(tmp_path: Path) -> None:
-    """Or one of them could be in both splits."""
-    path = write_workload(tmp_path, [*MT_BENCH, *MT_BENCH])
-    assert [row for row, _ in read_prompts(path).prompts] == [1, 3, 2, 4]
 
 
 QUESTION = MT_BENCH[0]
@@ -257,7 +274,7 @@ MISTAKES: list[tuple[list[Any], Format | None, str]] = [
     ),
     ([VLLM[0], {"prompt": "x", "output_tokens": 0}], None, "2: output_tokens: .*greater than or equal to 1; got 0"),
     ([VLLM[0], {"image_files": ["a.png"]}], None, "2: a row has either 'prompt' or 'content'; give one of them"),
-    ([VLLM[0], {"content": [{"type": "video"}]}], None, r"2: content\.0: .*'image', 'text'"),
+    ([VLLM[0], {"content": [{"type": "video"}]}], None, "2: messages have 1 video parts for 0 videos"),
     ([SHAREGPT[0], {"conversations": [{"from": "human"}]}], None, r"2: key 'conversations\.0\.value' is required"),
     ([{"conversations": []}], None, "the file has no question; give a file of sharegpt"),
     ([*HUMANEVAL, {"task_id": "HumanEval/46"}], None, "4: key 'prompt' is required and missing; add it"),
@@ -265,9 +282,9 @@ MISTAKES: list[tuple[list[Any], Format | None, str]] = [
     ([*GSM8K, {"question": "How many?"}], None, "4: key 'answer' is required and missing; add it"),
     ([{"question": "", "answer": "3"}], None, "1: question: .*at least 1 character; got ''"),
     ([*GSM8K, {"answer": "3"}], None, "4: key 'question' is required and missing; add it"),
-    (HUMANEVAL, "gsm8k", "1: no row of gsm8k .*'question' is required.*; it looks like humaneval"),
-    (SHAREGPT, "mt-bench", "1: no row of mt-bench .*'category' is required.*; it looks like sharegpt"),
-    (MT_BENCH, "mmspec", "1: no row of mmspec .*; it looks like mt-bench"),
+    (HUMANEVAL, "gsm8k", "1: key 'question' is required.*; its rows look like humaneval"),
+    (SHAREGPT, "mt-bench", "1: key 'category' is required.*; its rows look like sharegpt"),
+    (MT_BENCH, "mmspec", "1: key 'image' is required.*; its rows look like mt-bench"),
     (MT_BENCH, "autotune", "1: unknown key 'question_id'"),
 ]
 
@@ -298,11 +315,6 @@ def test_damaged_files(tmp_path: Path) -> None:
     cut.write_text('[{"conversations": [')
     with pytest.raises(UserError, match=r"cut\.json:1: every line must be a JSON object"):
         read_prompts(cut)
-
-
-def test_whole_is_for_files() -> None:
-    with pytest.raises(UserError, match=r"--whole: .*'digits' is bundled; leave --whole out"):
-        load_workload("digits", "evaluate", is_whole=True)
 
 
 def test_files_on_the_hub_are_downloaded_with_their_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

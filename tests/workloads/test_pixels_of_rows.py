@@ -28,29 +28,40 @@ def prompt_of(tmp_path: Path, row: dict[str, Any]) -> Prompt:
     return prompt
 
 
-def parts_of(prompt: Prompt) -> list[str]:
-    assert prompt.messages is not None
-    return [part.text or f"<{part.type}>" for part in prompt.messages[0].parts]
+IMAGE = {"images": ["a.png"]}
 
 
-def test_the_images_of_llavas_data_stand_at_their_markers(tmp_path: Path) -> None:
-    prompt = prompt_of(tmp_path, llava_row("<image>\nWhat is this?", image="a.png"))
-    assert (prompt.images, parts_of(prompt)) == (["a.png"], ["<image>", "What is this?"])
-    prompt = prompt_of(tmp_path, llava_row("Compare <image> with\n<image>", image=["a.png", "b.png"]))
-    assert (prompt.images, parts_of(prompt)) == (["a.png", "b.png"], ["Compare ", "<image>", " with", "<image>"])
-    prompt = prompt_of(tmp_path, llava_row("What happens?\n<video>", video="a.mp4"))
-    assert (prompt.videos, parts_of(prompt)) == (["a.mp4"], ["What happens?", "<video>"])
+def ask(*texts: str) -> dict[str, Any]:
+    """A message of texts and markers."""
+    kinds = {"<image>": "image", "<video>": "video"}
+    parts = [{"type": kinds[text], "text": ""} if text in kinds else {"type": "text", "text": text} for text in texts]
+    return {"messages": [{"role": "user", "content": parts}]}
 
 
-def test_later_turns_of_llavas_data_follow_up_to_one_with_images_of_its_own(tmp_path: Path) -> None:
-    row = llava_row("<image>\nWhat is this?", "And that?", "Now <image>?", "Why?", image=["a.png", "b.png"])
-    prompt = prompt_of(tmp_path, row)
-    assert (prompt.turns, prompt.images) == (["What is this?", "And that?"], ["a.png"])
+ROWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (llava_row("<image>\nWhat is this?", image="a.png"), {**IMAGE, **ask("<image>", "What is this?")}),
+    (
+        llava_row("Compare <image> with\n<image>", image=["a.png", "b.png"]),
+        {"images": ["a.png", "b.png"], **ask("Compare ", "<image>", " with", "<image>")},
+    ),
+    (llava_row("So?\n<video>", video="a.mp4"), {"videos": ["a.mp4"], **ask("So?", "<video>")}),
+    # Later turns follow up to one with images of its own.
+    (
+        llava_row("<image>\nWhat is this?", "And that?", "Now <image>?", "Why?", image=["a.png", "b.png"]),
+        {**IMAGE, "turns": ["What is this?", "And that?"]},
+    ),
+    (llava_row("Why?", "And now?"), {"turns": ["Why?", "And now?"]}),
+    (llava_row("Why?", image=None), {"prompt": "Why?"}),
+]
 
 
-def test_rows_of_llavas_data_without_images_are_text(tmp_path: Path) -> None:
-    assert prompt_of(tmp_path, llava_row("Why?", "And now?")).turns == ["Why?", "And now?"]
-    assert prompt_of(tmp_path, llava_row("Why?", image=None)).prompt == "Why?"
+@pytest.mark.parametrize(("row", "expected"), ROWS)
+def test_rows_of_llavas_data_are_prompts(row: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
+    found = prompt_of(tmp_path, row).model_dump(exclude_defaults=True, exclude={"task", "split", "max_new_tokens"})
+    assert found == Prompt(**expected).model_dump(exclude_defaults=True)
+
+
+def test_rows_with_fewer_markers_than_images_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data.json:1: .*1 markers for 2 images and videos; give one for each"):
         prompt_of(tmp_path, llava_row("<image> Why?", image=["a.png", "b.png"]))
 
@@ -85,7 +96,8 @@ def test_parts_name_their_images_as_qwens_tools_and_openai_do(part: dict[str, An
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"messages": [message]}))
     (prompt,) = load_workload(str(path), "tune", is_whole=True).prompts
-    assert parts_of(prompt.settings) == ["What", "<image>", "?"] and len(prompt.images) == 1
+    assert prompt.settings.messages == Prompt(**IMAGE, **ask("What", "<image>", "?")).messages
+    assert len(prompt.images) == 1
 
 
 def test_an_image_is_named_in_one_place(tmp_path: Path) -> None:

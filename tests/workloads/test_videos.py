@@ -12,19 +12,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from autotune.console import Console
-from autotune.documents.decoding_profile import DecodingProfile
 from autotune.errors import UserError
-from autotune.evaluation.bench import run_bench
-from autotune.evaluation.bench_arms import runtime_arms
-from autotune.evaluation.bench_settings import evaluation_prompts
-from autotune.modeling import loading
 from autotune.runtime.decoder import Decoder
-from autotune.search.pipeline import search
-from autotune.search.settings import SearchSettings
 from autotune.workloads.pixels import load_video
 from autotune.workloads.workload import load_workload
-from tests.families import FAMILIES, QWEN2_5_VL_PROCESSOR, random_picture
+from tests.families import FAMILIES, random_picture
 from tests.runtime.test_families import Member, new_member
 from tests.sample_documents import write_image, write_workload
 
@@ -178,42 +170,3 @@ def test_targets_without_videos(processor: Any, tmp_path: Path) -> None:
         UserError, match="the target reads no videos, and every prompt has a video; name another --work"
     ):
         replace(workload, prompts=workload.prompts[:1]).readable_by(processor)
-
-
-@pytest.mark.nightly
-def test_a_video_workload_is_searched_and_sage_video_measured(
-    qwen: Member, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loading, "image_processor_class", lambda source: QWEN2_5_VL_PROCESSOR)
-    lines = [
-        {
-            "prompt": f"What happens in clip {n}?",
-            "videos": [write_frames(tmp_path / str(n), 6, n)],
-            "max_new_tokens": 12,
-        }
-        for n in range(4)
-    ]
-    monkeypatch.chdir(tmp_path)
-    Path("small.yaml").write_text(
-        "schema: autotune.search-space/1\nname: small\nvisual_keep: {choices: [1.0, 0.1]}\n"
-        "trees:\n  sage: {d_max: {low: 3, high: 6}, w_max: {low: 2, high: 8}}\n"
-    )
-    workload, output = str(write_workload(tmp_path, lines)), tmp_path / "profile.json"
-    models = {"target": str(qwen.folder / "target"), "drafts": (str(qwen.folder / "draft"),)}
-    search(
-        SearchSettings(
-            **models, workload=workload, space="small.yaml", folder=tmp_path, output=output, budget_s=30, num_trials=8
-        ),
-        Console(),
-    )
-    profile = DecodingProfile.load(output)
-    assert profile.point.measured is not None and len(profile.evidence.prompts) == 2
-    assert profile.evidence.configurations_replayed >= 8
-    prompts = evaluation_prompts(workload)
-    # Whether a draft pays with models this small depends on the machine; a profile without one names none for
-    # sage-video.
-    names = ["ar", "sage-video"]
-    chosen, device = runtime_arms(output, prompts, Console(), names=names, draft=models["drafts"][0])
-    arms = run_bench(profile, chosen, Console(), device=device)["arms"]
-    assert {arm["name"] for arm in arms} >= {"ar", "sage-video"}
-    assert {arm["identical_outputs"] for arm in arms} == {2}

@@ -105,12 +105,6 @@ def test_chat_uses_the_template_of_the_processor(tmp_path: Path, processor: Any)
         prompt.inputs(processor.image_processor)
 
 
-def test_num_prompts_selects_the_first_prompts(tmp_path: Path) -> None:
-    path = write_workload(tmp_path, [{"prompt": str(number), "split": "tune"} for number in range(5)])
-    assert [p.settings.prompt for p in load_workload(str(path), "tune", num_prompts=2).prompts] == ["0", "1"]
-    assert len(load_workload(str(path), "tune", num_prompts=99).prompts) == 5
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -163,6 +157,23 @@ def test_files_that_are_no_workload(name: str, content: bytes | None, message: s
         load_workload(str(tmp_path / name), "evaluate")
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("chta", {}, "no such file, and 'chta' is no shipped set of prompts; did you mean 'chat'?"),
+        ("chat,cod", {}, "'cod' is no shipped set of prompts; did you mean 'code'?"),
+        ("digit", {}, "did you mean 'digits'?"),
+        ("digits,chat", {}, "'digits' is no shipped set of prompts; known: chat, code, images, summarize"),
+        ("chat,", {}, "no such file"),
+        ("digits", {"is_whole": True}, "--whole: .*'digits' is bundled; leave --whole out"),
+    ],
+)
+def test_names_of_no_workload(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        load_workload(name, "tune", **options)
+    assert "\n" not in str(error.value)
+
+
 def png(chunk: bytes, content: bytes) -> bytes:
     """A PNG with a further chunk before its pixels."""
     whole = io.BytesIO()
@@ -201,12 +212,6 @@ def test_image_larger_than_the_limit_of_pil(tmp_path: Path, monkeypatch: pytest.
         load_image(tmp_path / "a.png")
 
 
-def test_images_are_converted_to_rgb(tmp_path: Path) -> None:
-    for mode in ("L", "RGBA", "P"):
-        Image.new(mode, (4, 4)).save(tmp_path / "a.png")
-        assert load_image(tmp_path / "a.png").mode == "RGB"
-
-
 def test_only_a_newline_ends_a_line(tmp_path: Path) -> None:
     path = tmp_path / "workload.jsonl"
     for separator in ("\u2028", "\x85"):
@@ -227,15 +232,6 @@ def test_hash_covers_everything_that_determines_the_answer(tmp_path: Path) -> No
     assert hashes[0] == hashes[1] and len({*hashes}) == 1 + len(changes)
     evaluate = write_workload(tmp_path, [{**base, "split": "evaluate"}])
     assert load_workload(str(evaluate), "evaluate").prompts[0].sha256 == hashes[0]
-
-
-def test_hash_of_a_workload_covers_its_prompts(tmp_path: Path) -> None:
-    lines = [{"prompt": str(number), "split": "tune", "task": f"t{number % 2}"} for number in range(4)]
-    full = load_workload(str(write_workload(tmp_path, lines)), "tune")
-    part = load_workload(str(write_workload(tmp_path, lines)), "tune", num_prompts=3)
-    swapped = load_workload(str(write_workload(tmp_path, lines[::-1])), "tune")
-    assert len({full.sha256, part.sha256, swapped.sha256}) == 3
-    assert full.tasks == ["t0", "t1"]
 
 
 def test_inputs_are_made_by_the_processor(processor: Any, tmp_path: Path) -> None:
@@ -290,14 +286,6 @@ def test_image_for_a_text_model(processor: Any, tmp_path: Path) -> None:
     assert processor.tokenizer.decode(without_image.inputs(processor.tokenizer)["input_ids"][0]) == "USER: x ASSISTANT:"
 
 
-def test_prompt_is_unchanged_without_a_chat_template() -> None:
-    class Bare:
-        image_token = "<image>"
-
-    assert chat_text(Bare(), "What?", num_images=2) == "<image>\n<image>\nWhat?"
-    assert chat_text(object(), "What?", num_images=0) == "What?"
-
-
 def test_sampled_prompts_have_one_temperature_and_seeds_of_their_own() -> None:
     whole = load_workload("digits", "evaluate", num_prompts=3)
     sampled = whole.sampled(0.7)
@@ -347,22 +335,6 @@ def test_shipped_sets_are_named_in_a_list(tmp_path: Path, monkeypatch: pytest.Mo
         assert [prompt.settings.task for prompt in workload.prompts] == ["chat", "code"] * 2
     (tmp_path / "chat").write_text("\n".join(json.dumps({"prompt": one}) for one in "ab"))
     assert [prompt.settings.prompt for prompt in load_workload("chat", "tune").prompts] == ["a"]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("chta", "no such file, and 'chta' is no shipped set of prompts; did you mean 'chat'?"),
-        ("chat,cod", "'cod' is no shipped set of prompts; did you mean 'code'?"),
-        ("digit", "did you mean 'digits'?"),
-        ("digits,chat", "'digits' is no shipped set of prompts; known: chat, code, images, summarize"),
-        ("chat,", "no such file"),
-    ],
-)
-def test_an_unknown_set_of_prompts_is_one_line(name: str, message: str) -> None:
-    with pytest.raises(UserError) as error:
-        load_workload(name, "tune")
-    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_shipped_prompts_are_whole_small_and_have_both_splits() -> None:
