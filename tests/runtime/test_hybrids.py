@@ -22,8 +22,6 @@ from autotune.errors import UserError
 from autotune.evaluation.bench_arms import choose_arms
 from autotune.evaluation.divergence import first_divergence
 from autotune.evaluation.runtime_arms import RuntimeArms
-from autotune.measuring.settings import CostSettings
-from autotune.measuring.step_bench import StepBench
 from autotune.modeling.kv_cache import HybridCache
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
