@@ -26,14 +26,14 @@ from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, DraftVariant, Tree
 from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import AR
+from autotune.documents.search_space import SearchSpace
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.replay.evaluator import Evaluator
 from autotune.replay.trace import load_trace
-from autotune.search.model_pool import ModelPool
-from autotune.search.space import SearchSpace
-from autotune.search.space_files import load_space
+from autotune.runtime.model_pool import ModelPool
 from autotune.search.tuning_prompts import confirms
 from autotune.study.document import load_study
+from autotune.study.spaces import load_space
 from autotune.trees.policy import POLICIES
 from autotune.workloads.workload import load_workload
 

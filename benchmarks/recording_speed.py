@@ -22,8 +22,9 @@ from autotune.console import Console
 from autotune.modeling.loading import BUNDLED_TARGET
 from autotune.recording.answers import ANSWERS_AT_ONCE, AnswerRecorder
 from autotune.recording.recorder import record_forest, run_target
-from autotune.search.model_pool import ModelPool
-from autotune.search.space_files import bounds_of, load_space
+from autotune.recording.traces import recorder_of
+from autotune.runtime.model_pool import ModelPool
+from autotune.study.spaces import bounds_of, load_space
 from autotune.workloads.workload import load_workload
 
 DRAFTS = ("digits/independent", "digits/star", "digits/dream", "digits/specvlm")
@@ -57,7 +58,7 @@ def main(prompts: int, drafts: tuple[str, ...], space: str) -> None:
     with tempfile.TemporaryDirectory() as folder:  # compiles what is compiled at the first call
         few = type(workload)(workload.name, workload.split, workload.prompts[:1])
         for name, model in models.items():
-            pool.recorder(Path(folder)).trace(model, pool.references[name], few, visual_keep=1.0, bounds=bounds)
+            recorder_of(pool, Path(folder)).trace(model, pool.references[name], few, visual_keep=1.0, bounds=bounds)
     for prompt in workload.prompts:
         inputs, answer = prompt.inputs(pool.processor), answers[prompt.sha256]
         reading = None

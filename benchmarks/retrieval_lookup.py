@@ -23,9 +23,10 @@ from autotune.documents.provenance import ModelReference
 from autotune.drafters.retrieval import MAX_MATCH, RetrievalDraft
 from autotune.evaluation.runtime_arms import PROMPT_LOOKUP_MATCH
 from autotune.modeling.loading import BUNDLED_TARGET, RETRIEVAL
+from autotune.recording.traces import recorder_of
 from autotune.replay.reference_replay import rounds
 from autotune.replay.trace import Trace, bounds_for
-from autotune.search.model_pool import ModelPool
+from autotune.runtime.model_pool import ModelPool
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.policy import Policy
 from autotune.trees.tree import ROOT, new_tree, set_root
@@ -92,7 +93,7 @@ def main(prompts: int, depth: int, folder: Path) -> None:
         draft = RetrievalDraft(max_match=max_match)
         draft.attach(pool.target)
         named = ModelReference(id=f"{RETRIEVAL}, matches of at most {max_match} tokens", sha256="")
-        trace = pool.recorder(folder).trace(draft, named, workload, visual_keep=1.0, bounds=bounds_for([policy]))
+        trace = recorder_of(pool, folder).trace(draft, named, workload, visual_keep=1.0, bounds=bounds_for([policy]))
         by_task[max_match] = tokens_per_round(trace, policy)
     tasks = list(next(iter(by_task.values())))
     rows = [[f"at most {match} tokens", *(f"{m[task]:.2f}" for task in tasks)] for match, m in by_task.items()]

@@ -27,7 +27,7 @@ from autotune.measuring.jobs import BlockLog
 from autotune.measuring.measurement import kv_lengths_for, measure_costs
 from autotune.measuring.settings import CostSettings
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET
-from autotune.search.model_pool import ModelPool
+from autotune.runtime.model_pool import ModelPool
 from autotune.workloads.workload import load_workload
 
 TREES: dict[str, tuple[int, tuple[int, ...]]] = {

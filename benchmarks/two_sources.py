@@ -27,13 +27,14 @@ import torch
 from autotune.console import Console
 from autotune.machine.contention_monitor import ContentionMonitor
 from autotune.modeling.loading import BUNDLED_TARGET, reference
+from autotune.recording.traces import recorder_of
 from autotune.replay.calibration import calibrate
 from autotune.replay.trace import bounds_for
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.generate_args import Request
+from autotune.runtime.model_pool import ModelPool
 from autotune.runtime.session import Session
 from autotune.runtime.stats import DecodingStats
-from autotune.search.model_pool import ModelPool
 from autotune.trees.acceptance_counts import AcceptanceCounts
 from autotune.trees.policy import TreeGrower
 from autotune.trees.priced import PricedPolicy
@@ -87,7 +88,7 @@ def round_us(repeats: list[list[DecodingStats]]) -> tuple[float, float]:
 def main(draft: str, prompts: int, tokens: int, repeats: int, folder: Path) -> None:
     """Print the time outside the models, then its parts."""
     console, pool = Console(), ModelPool(BUNDLED_TARGET, [draft], "cpu")
-    loaded, recorder = pool.draft(draft), pool.recorder(folder)
+    loaded, recorder = pool.draft(draft), recorder_of(pool, folder)
     tune = load_workload("digits", "tune", num_prompts=prompts).cut(prompts, tokens)
     trace = recorder.trace(loaded, reference(draft), tune, visual_keep=1.0, bounds=bounds_for([TREE]))
     tree = TREE.model_copy(update={"calibration": calibrate(trace)})

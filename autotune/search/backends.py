@@ -21,7 +21,7 @@ from autotune.engines.vllm import VllmBackend
 from autotune.errors import UserError, nearest
 from autotune.evaluation.arms import Arm
 from autotune.search.runtime_backend import RuntimeBackend
-from autotune.search.settings import SearchSettings, is_of_backend
+from autotune.study.search_settings import SearchSettings, is_of_backend
 
 OF_ENGINES = {
     *("backends", "changes", "target", "drafts", "workload", "workload_format", "max_new_tokens", "temperature"),

@@ -23,8 +23,8 @@ from autotune.evaluation.summary import ms_per_token, speedup, summarize, time_r
 from autotune.replay.draws import time_draws
 from autotune.replay.evaluator import Candidate, Evaluator
 from autotune.replay.live_prices import updated_table
+from autotune.runtime.model_pool import ModelPool
 from autotune.search import thresholds
-from autotune.search.model_pool import ModelPool
 from autotune.search.tuning_prompts import TuningPrompts, speedup_interval
 from autotune.study.document import MeasuredConfiguration
 from autotune.trees.policy import parse_policy

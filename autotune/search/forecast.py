@@ -15,8 +15,8 @@ from autotune.measuring.bandwidth import copy_gb_per_second
 from autotune.modeling.target import Target
 from autotune.search.inputs import SearchInputs
 from autotune.search.plan import UNTIMED_STAGES, Plan, Rates, SearchSize, make_plan
-from autotune.search.settings import SearchSettings
 from autotune.search.thresholds import STAGES
+from autotune.study.search_settings import SearchSettings
 
 LAYER_S = 1e-4  # of a layer's kernel launches
 READ_TOKENS = 16  # of a prompt, which take as long as a plain step

@@ -13,32 +13,19 @@ from autotune.documents.configuration import DraftVariant
 from autotune.documents.execution import AUTO, EAGER
 from autotune.machine.device import choose_device
 from autotune.measuring.settings import CostSettings
+from autotune.measuring.tables import priced_variants
 from autotune.modeling.loading import RETRIEVAL
+from autotune.recording.traces import record_traces
 from autotune.replay.trace import Trace
-from autotune.search.cost_tables import local_table, priced_variants
-from autotune.search.model_pool import ModelPool
+from autotune.runtime.draft_variants import variants_of
+from autotune.runtime.model_pool import load_pool
 from autotune.search.plan import SearchSize
-from autotune.search.settings import SearchSettings, device_for
-from autotune.search.space_files import bounds_of, load_space
-from autotune.search.traces import record_traces
+from autotune.search.prices import local_table
 from autotune.study.ledger import Ledger
+from autotune.study.search_settings import SearchSettings, device_for
+from autotune.study.spaces import bounds_of, load_space
 from autotune.study.storage import LEDGER, study_folder
 from autotune.workloads.workload import Workload, shipped_files
-
-
-def load_models(
-    settings: SearchSettings, device: str, console: Console, *, mode: str | None = None, sizes_alone: bool = False
-) -> ModelPool:
-    """The target and the drafts of the settings. Default drafts that do not fit the target are left out.
-
-    Args:
-        mode: None: that of the settings.
-        sizes_alone: as in ``ModelPool``.
-    """
-    execution = settings.capture_sizes, mode or settings.mode, settings.dtype
-    options: dict[str, Any] = {"random_weights": settings.random_weights, "sizes_alone": sizes_alone}
-    options |= {"console": console, "leaves_out": settings.has_default_drafts}
-    return ModelPool(settings.target, settings.drafts, device, *execution, **options)
 
 
 class SearchInputs:
@@ -67,7 +54,7 @@ class SearchInputs:
         self.device = device_for(settings.gpu, settings.device)
         local = self.device or ("cpu" if settings.device == AUTO else choose_device(settings.device))
         mode = None if self.device and not sizes_alone else EAGER
-        self.model_pool = pool = load_models(settings, local, console, mode=mode, sizes_alone=sizes_alone)
+        self.model_pool = pool = load_pool(settings, local, console, mode=mode, sizes_alone=sizes_alone)
         self.settings = settings.model_copy(update={"drafts": tuple(pool.references)})
         fit = pool.processor, pool.target.max_context, console.say
         self.tune, self.evaluate = self.tune.fitting(*fit), self.evaluate.fitting(*fit)
@@ -75,7 +62,7 @@ class SearchInputs:
             self.space = self.space.chains()
             self.bounds = bounds_of(self.space, most_tokens)
             console.say("recurrent or convolution states follow one path: only chains are searched, no trees")
-        self.variants = pool.subnets(self.space)
+        self.variants = variants_of(pool, self.space)
 
     @cached_property
     def folder(self) -> Path:

@@ -10,11 +10,13 @@ from autotune.console import Console
 from autotune.cost.roofline import find_limits
 from autotune.cost.table import CostTable, DraftCosts
 from autotune.documents.execution import EAGER
+from autotune.documents.search_space import subnets_of_drafts
 from autotune.errors import UserError
-from autotune.search.cost_tables import priced_variants, print_table, table_for_gpu
-from autotune.search.inputs import load_models
-from autotune.search.settings import SearchSettings
-from autotune.search.space_files import subnets_of_drafts
+from autotune.measuring.tables import priced_variants, print_table
+from autotune.runtime.draft_variants import variants_of
+from autotune.runtime.model_pool import load_pool
+from autotune.search.prices import table_for_gpu
+from autotune.study.search_settings import SearchSettings
 
 # Drafted tokens and levels of the trees in the tables: chains, and trees with levels of equal width.
 SHAPES = ((1, 1), (3, 3), (5, 5), (8, 8), (16, 4), (32, 6), (64, 8))
@@ -34,8 +36,8 @@ def price_pair(settings: SearchSettings, console: Console) -> CostTable:
         raise UserError(
             f"--random-weights: prices models on a card with a datasheet; got --gpu {settings.gpu}; name a card, such as --gpu h100"
         )
-    pool = load_models(settings, "cpu", console, mode=EAGER, sizes_alone=True)
-    variants = priced_variants(pool.subnets(subnets_of_drafts(settings.changes)))
+    pool = load_pool(settings, "cpu", console, mode=EAGER, sizes_alone=True)
+    variants = priced_variants(variants_of(pool, subnets_of_drafts(settings.changes)))
     table = table_for_gpu(card, pool, variants, settings.mode, say=console.say)
     print_table(table, console)
     for costs in table.drafts:

@@ -20,21 +20,22 @@ from autotune.documents.subnet import Subnet
 from autotune.files import content_key, write_table
 from autotune.machine.contention_monitor import wait_until_idle
 from autotune.measuring.settings import CostSettings
+from autotune.measuring.tables import priced_variants, print_table
+from autotune.recording.traces import RecordingTimes, degenerate_in, print_agreement, recorder_of
 from autotune.replay.evaluator import Evaluator
 from autotune.replay.trace import Trace
-from autotune.search.cost_tables import priced_variants, print_table, table_for_gpu
 from autotune.search.inputs import SearchInputs
 from autotune.search.plan import UNTIMED_STAGES, Plan, StageClock, make_plan, measure_rates
+from autotune.search.prices import table_for_gpu
 from autotune.search.profile_selection import ProfileSelection
 from autotune.search.screening import print_screened, screen, survivors
-from autotune.search.settings import SearchSettings, check_settings
-from autotune.search.thresholds import ANSWERS_SHARE, CONFIRMING, MIN_TREE_SEARCH_S, STAGES
-from autotune.search.traces import degenerate_in, print_agreement
+from autotune.search.thresholds import ANSWERS_SHARE, CONFIRMING, MIN_TRACED_PROMPTS, MIN_TREE_SEARCH_S, STAGES
 from autotune.search.tree_search import TreeSearchResult, search_trees
 from autotune.search.tuning_prompts import TuningPrompts
 from autotune.study.document import StudyDocument, StudyDraft
 from autotune.study.frames import Study
 from autotune.study.ledger import Ledger, Record
+from autotune.study.search_settings import SearchSettings, check_settings
 from autotune.trees.policy import compile_steps
 
 
@@ -136,7 +137,7 @@ class _SearchRun(SearchInputs):
         self.clock.kept_s = self.plan.kept_s
         limit = self.plan.max_new_tokens
         self.evaluate = self.evaluate.cut(len(self.evaluate.prompts), limit)
-        tune, recorder = self.tune.cut(self.plan.num_tune_prompts, limit), pool.recorder(self.folder)
+        tune, recorder = self.tune.cut(self.plan.num_tune_prompts, limit), recorder_of(pool, self.folder)
         if any(prompt.earlier for prompt in tune.prompts):  # held-out turns follow their answers where they are run
             now = time.monotonic()
             deadline = now + ANSWERS_SHARE * (self.clock.deadline_of("traces") - now)
@@ -197,9 +198,10 @@ class _SearchRun(SearchInputs):
 
     def record(self, variants: Sequence[DraftVariant]) -> list[Trace]:
         """Traces of the variants on the tuning prompts that are recorded in time."""
-        deadline, limit = self.clock.deadline_of("traces"), self.clock.limit_of("traces")
+        least = {"least": self.clock.limit_of("traces"), "num_least": MIN_TRACED_PROMPTS}
+        times = RecordingTimes.until(self.clock.deadline_of("traces"), ANSWERS_SHARE, **least)
         longest_s = self.plan.rates.answer_s(max(prompt.settings.max_new_tokens for prompt in self.tune.prompts))
-        traces = self.traces(variants, self.tune, answer_s=longest_s, deadline=deadline, limit=limit)
+        traces = self.traces(variants, self.tune, answer_s=longest_s, times=times)
         answers = self.model_pool.answer_keys.of_workload(self.tune)
         documents = [variants_json(variants), answers, self.bounds.model_dump()]
         num_prompts = self.shared_decision("num_prompts", documents, lambda: traces[0].num_prompts)

@@ -26,12 +26,13 @@ from autotune.documents.decoding_profile import (
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import stamp
 from autotune.evaluation.race import Fastest, TimeLimit, race
-from autotune.evaluation.runtime_arms import DecoderArm, HuggingFaceArm, RuntimeArms
+from autotune.evaluation.runtime_arms import DecoderArm, HuggingFaceArm, RuntimeArms, arms_of_pool
 from autotune.evaluation.summary import ms_per_token, speedup
 from autotune.machine.contention_monitor import ContentionMonitor
 from autotune.replay.draws import time_draws
 from autotune.replay.evaluator import Candidate, Evaluator
 from autotune.runtime.load import decoder_for
+from autotune.runtime.model_pool import ModelPool
 from autotune.search import thresholds
 from autotune.search.evidence import Evaluation, print_evaluation
 from autotune.search.finalists import (
@@ -43,7 +44,6 @@ from autotune.search.finalists import (
     published_defaults,
 )
 from autotune.search.held_out import differences_of, shrinkage_of, with_evidence
-from autotune.search.model_pool import ModelPool
 from autotune.search.operating_points import by_image, by_prompt_tokens, by_temperature, by_workload, choose_points
 from autotune.search.plan import KeptPrompts, StageClock
 from autotune.search.tree_search import TreeSearchResult
@@ -76,7 +76,7 @@ class ProfileSelection:
     def __post_init__(self) -> None:
         self.evaluator = self.prompts.full
         table = self.evaluator.table
-        self.arms = self.model_pool.arms(table)
+        self.arms = arms_of_pool(self.model_pool, table)
         context = [self.model_pool.key, (table.threads, table.prefill_threads)]
         self.runner = self.arms.runner(self.folder / RUNS, context=context)
 

@@ -19,7 +19,8 @@ from autotune.documents.decoding_profile import AR, OperatingPoint
 from autotune.documents.deployment import RUNTIME
 from autotune.engines.backend import Backend, Prices
 from autotune.modeling.loading import reference
-from autotune.search.settings import SearchSettings
+from autotune.search.thresholds import ANSWERS_SHARE
+from autotune.study.search_settings import SearchSettings
 from autotune.trees.limits import Floats
 from autotune.trees.policy import POLICIES, parse_policy
 from autotune.workloads.prompt import WorkloadPrompt
@@ -99,8 +100,10 @@ class RuntimeBackend(Backend):
         return list({one.key: one for one in reversed(found)}.values())[::-1]
 
     def record(self, prompts: Sequence[WorkloadPrompt], until: float = math.inf) -> RuntimeRecord:
+        from autotune.recording.traces import RecordingTimes
+
         workload = Workload(self.inputs.tune.name, "tune", tuple(prompts))
-        traces = self.inputs.traces(self.inputs.variants, workload, deadline=until)
+        traces = self.inputs.traces(self.inputs.variants, workload, times=RecordingTimes.until(until, ANSWERS_SHARE))
         answers = [
             Decoded(
                 arm=AR,
@@ -132,7 +135,9 @@ class RuntimeBackend(Backend):
 
     @contextmanager
     def arm(self, configuration: Configuration | None) -> Iterator[Any]:
-        arms = self.inputs.model_pool.arms(None)
+        from autotune.evaluation.runtime_arms import arms_of_pool
+
+        arms = arms_of_pool(self.inputs.model_pool, None)
         yield arms.plain if configuration is None else arms.arm(configuration.label, self._priced(configuration))
 
     def deploy(self, configuration: Configuration | None) -> OperatingPoint:  # type: ignore[override]

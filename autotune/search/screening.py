@@ -24,9 +24,10 @@ from autotune.documents.configuration import Configuration, DraftVariant, varian
 from autotune.documents.subnet import Subnet
 from autotune.files import content_key
 from autotune.recording.chain_recorder import chain_traces
+from autotune.recording.traces import record_trace, recorder_of
 from autotune.replay.evaluator import Evaluator
 from autotune.replay.trace import ForestBounds, bounds_for
-from autotune.search.model_pool import ModelPool
+from autotune.runtime.model_pool import ModelPool
 from autotune.search.thresholds import LEAST_SHARE
 from autotune.study.ledger import Ledger, Record, Report
 from autotune.study.records import ScreenedSubnet, record_of, screened_in
@@ -179,7 +180,7 @@ def _screening_units(
     and the function that finds the best chain of each variant of a group.
     """
     prompts = workload.cut(num_prompts)
-    recorder = model_pool.recorder(folder)
+    recorder = recorder_of(model_pool, folder)
     read = [model_pool.draft(d).aux_layers if s.injection_layer is None else [s.injection_layer] for d, s in variants]
     recorder.layers = tuple(sorted(set(itertools.chain.from_iterable(read))))
     recorder.answers(prompts)
@@ -187,7 +188,7 @@ def _screening_units(
     def screen_together(group: Group) -> Record:
         draft, subnets = group[0][0], [subnet for _, subnet in group]
         if len(group) == 1:
-            traces = [model_pool.trace(recorder, group[0], prompts, bounds)]
+            traces = [record_trace(recorder, model_pool, group[0], prompts, bounds)]
         else:
             supernet = model_pool.draft(draft, Subnet(vocabulary=subnets[0].vocabulary, weights=subnets[0].weights))
             reference = model_pool.references[draft]

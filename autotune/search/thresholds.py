@@ -24,7 +24,6 @@ KEPT_TOKENS = 100  # tokens below which answers are shortened only where no `KEP
 KEPT_SHARE = 0.9  # largest share of the budget that is kept for the least of all stages
 MIN_TRACED_PROMPTS = 6  # prompts that are recorded past the deadline too, as long as later stages keep their least
 MIN_TREE_SEARCH_S = 12.0  # seconds of tree search, even past the deadline
-MAX_PRICED = 8  # choices of heads of a draft that are all timed; of more, those with one share in all blocks are
 LEAST_SHARE = 0.75  # share of the fastest chain's speedup below which a draft does not survive screening
 CONFIRMING = 3  # one of this number of tuning prompts of each task confirms; the others choose
 MIN_CONFIRMING = 12  # with fewer confirming prompts, one of two confirms

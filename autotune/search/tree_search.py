@@ -18,11 +18,11 @@ import numpy as np
 from autotune.console import Update
 from autotune.documents.configuration import Configuration, DraftVariant, Tree, variants_json
 from autotune.documents.provenance import DISTRIBUTION, version_of
+from autotune.documents.search_space import SearchSpace
 from autotune.errors import UserError
 from autotune.files import content_key
 from autotune.replay.evaluator import Candidate, Evaluator
 from autotune.replay.replay import Replay
-from autotune.search.space import SearchSpace
 from autotune.study.ledger import Ledger, Record
 from autotune.study.storage import optuna_storage
 from autotune.trees.policy import POLICIES

@@ -6,7 +6,7 @@ import click
 import pytest
 
 from autotune.cli import options
-from autotune.search.settings import SearchSettings
+from autotune.study.search_settings import SearchSettings
 
 VERBS = ("search", "record", "run", "bench", "serve", "measure", "check")
 

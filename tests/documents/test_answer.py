@@ -26,8 +26,8 @@ from autotune.documents.provenance import ModelReference
 from autotune.documents.speculation import OPTIONS, Speculation
 from autotune.documents.subnet import Subnet
 from autotune.search import pipeline
-from autotune.search.settings import SearchSettings
 from autotune.search.thresholds import KEPT_PROMPTS
+from autotune.study.search_settings import SearchSettings
 from tests.check.sample_documents import prompt_evidence
 from tests.sample_documents import TARGET, decoding_profile, write_workload
 from tests.tiny_models import Pair

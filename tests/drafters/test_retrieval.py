@@ -19,8 +19,9 @@ from autotune.errors import UserError
 from autotune.modeling.loading import RETRIEVAL, reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
-from autotune.search.model_pool import ModelPool
-from autotune.search.space_files import load_space
+from autotune.runtime.draft_variants import variants_of
+from autotune.runtime.model_pool import ModelPool
+from autotune.study.spaces import load_space
 from autotune.trees.limits import MAX_RETRIEVED
 from autotune.trees.tree import ROOT
 from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair
@@ -190,7 +191,7 @@ def test_it_is_loaded_by_name_and_has_one_subnet(pair: Pair) -> None:
     with pytest.raises(UserError, match="retrieval: a retrieval draft has no subnets; leave heads, injection_layer"):
         load_draft(RETRIEVAL, target, Subnet(heads=0.5))
     pool = ModelPool(str(pair.target_folder), (RETRIEVAL, str(pair.draft_folder)), "cpu")
-    subnets = Counter(draft for draft, _ in pool.subnets(load_space("quick")))
+    subnets = Counter(draft for draft, _ in variants_of(pool, load_space("quick")))
     assert subnets == {RETRIEVAL: 1, str(pair.draft_folder): 10}
 
 

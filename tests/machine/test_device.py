@@ -20,7 +20,7 @@ from autotune.errors import UserError
 from autotune.machine.device import check_room, choose_device, fingerprint, free_memory, local_gpus, short_name
 from autotune.modeling.loading import load_model
 from autotune.runtime.decoder import Decoder
-from autotune.search.settings import device_for
+from autotune.study.search_settings import device_for
 from tests.tiny_models import Pair
 
 GIB = 2**30

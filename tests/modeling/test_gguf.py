@@ -26,10 +26,11 @@ from autotune.modeling import loading
 from autotune.modeling.loading import load_model, load_processor, load_tokenizer, reference, resolve
 from autotune.modeling.target import Target
 from autotune.modeling.target_defaults import default_drafts, default_workload
+from autotune.recording.traces import recorder_of
 from autotune.report.prompts import TokenTexts
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.load import load
-from autotune.search.model_pool import ModelPool
+from autotune.runtime.model_pool import ModelPool
 from autotune.training.trainer import train
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
 from tests.sample_documents import decoding_profile
@@ -192,7 +193,7 @@ def test_documents_have_keys_by_file_and_data_type(tiny: tuple[Path, Any], tmp_p
     assert [pool.precision for pool in pools] == ["float32", "bfloat16"]
     assert pools[0].key != pools[1].key and pools[0].target_reference == pools[1].target_reference
     prompt = WorkloadPrompt("prompt", Prompt(prompt="Row"), ())
-    assert len({pool.recorder(tmp_path)._answer_path(prompt) for pool in pools}) == 2
+    assert len({recorder_of(pool, tmp_path)._answer_path(prompt) for pool in pools}) == 2
 
 
 def test_what_is_wrong_with_a_gguf_file_is_told(

@@ -26,13 +26,13 @@ from autotune.documents.decoding_profile import (
     WorkloadReference,
 )
 from autotune.documents.provenance import ModelReference
+from autotune.documents.search_space import SearchSpace
 from autotune.documents.subnet import Subnet
 from autotune.files import append_line
 from autotune.replay.evaluator import Evaluator
 from autotune.replay.trace import Trace, save_trace
 from autotune.report.sources import Sources, find_sources
 from autotune.search import tree_search
-from autotune.search.space import SearchSpace
 from autotune.search.tree_search import search_trees
 from autotune.study.document import MeasuredConfiguration, StudyDocument, StudyDraft
 from autotune.study.ledger import Ledger

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from autotune.documents.search_space import SearchSpace
 from autotune.documents.subnet import Subnet
 from autotune.replay.evaluator import Evaluator
 from autotune.search import tree_search
-from autotune.search.space import SearchSpace
 from autotune.search.tree_search import TreeSearchResult, search_trees
 from autotune.study.ledger import Ledger
 from tests.sample_documents import DRAFT, cost_table, random_trace

@@ -14,22 +14,24 @@ from autotune.console import Console
 from autotune.cost.joint_fit import choice_of
 from autotune.cost.table import CostTable
 from autotune.documents.decoding_profile import DecodingProfile, DraftChoice
+from autotune.documents.search_space import SearchSpace
 from autotune.documents.subnet import Subnet
 from autotune.drafters import feature_draft
 from autotune.drafters.checkpoint import load_draft
 from autotune.errors import UserError
 from autotune.measuring.settings import CostSettings
+from autotune.measuring.tables import priced_variants
 from autotune.modeling.loading import BUNDLED_TARGET, load_model, load_processor
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
+from autotune.runtime.draft_variants import variants_of
 from autotune.runtime.load import load
-from autotune.search.cost_tables import priced_variants, table_for_gpu
-from autotune.search.model_pool import ModelPool
+from autotune.runtime.model_pool import ModelPool
 from autotune.search.pipeline import search
+from autotune.search.prices import table_for_gpu
 from autotune.search.screening import _recorded_together
-from autotune.search.settings import SearchSettings
-from autotune.search.space import SearchSpace
-from autotune.search.space_files import load_space
+from autotune.study.search_settings import SearchSettings
+from autotune.study.spaces import load_space
 from tests.cli.test_end_to_end import write_small_job
 from tests.drafters.test_eagle3 import write_head
 from tests.drafters.test_feature_draft import KINDS
@@ -113,16 +115,16 @@ def test_a_search_offers_weights_that_the_device_multiplies(
     """On other devices a user can ask for them. A draft that reads no features has none."""
     star, independent = str(folders["star"]), str(pair.draft_folder)
     pool = ModelPool(str(pair.target_folder), [star, independent], device)
-    variants = pool.subnets(SearchSpace.model_validate(SPACE))
+    variants = variants_of(pool, SearchSpace.model_validate(SPACE))
     offered = [(draft == next(iter(pool.references)), subnet.weights) for draft, subnet in variants]
     unchanged = [(True, None), (False, None)]
     assert offered == (unchanged if device == "cpu" else [(True, None), (True, "float8"), (False, None)])
     assert len(priced_variants(variants)) == len(_recorded_together(pool, variants)) == len(variants)
     asked_for = load_space("full", ("weights=float8",))
-    assert {subnet.weights for draft, subnet in pool.subnets(asked_for)[:1]} == {"float8"}
+    assert {subnet.weights for draft, subnet in variants_of(pool, asked_for)[:1]} == {"float8"}
     alone = ModelPool(str(pair.target_folder), [independent], device)
     with pytest.raises(UserError, match=r"only drafts that read the target's features have weights to choose"):
-        alone.subnets(asked_for)
+        variants_of(alone, asked_for)
     with pytest.raises(UserError, match="leave heads, injection_layer, operator, vocabulary and weights out"):
         load_draft(independent, pool.target, FLOAT8)
 

@@ -15,11 +15,11 @@ from autotune.cost.table import CostTable
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.machine.device import fingerprint
 from autotune.report.sources import find_sources
+from autotune.runtime.model_pool import ModelPool
 from autotune.search import inputs, pipeline
-from autotune.search.cost_tables import table_for_gpu
-from autotune.search.model_pool import ModelPool
+from autotune.search.prices import table_for_gpu
 from autotune.search.profile_selection import ProfileSelection
-from autotune.search.settings import SearchSettings, check_settings
+from autotune.study.search_settings import SearchSettings, check_settings
 from tests.sample_documents import write_workload
 from tests.tiny_models import Pair
 

@@ -8,16 +8,18 @@ import pytest
 import torch
 
 from autotune.documents.decoding_profile import DraftChoice
+from autotune.documents.search_space import SearchSpace
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft
 from autotune.errors import UserError
+from autotune.measuring.tables import priced_variants
 from autotune.modeling.target import Target
+from autotune.recording.traces import record_trace, recorder_of
 from autotune.replay.trace import bounds_for
 from autotune.runtime.decoder import Decoder
-from autotune.search.cost_tables import priced_variants
-from autotune.search.model_pool import ModelPool
-from autotune.search.space import SearchSpace
-from autotune.search.space_files import load_space
+from autotune.runtime.draft_variants import variants_of
+from autotune.runtime.model_pool import ModelPool
+from autotune.study.spaces import load_space
 from autotune.trees.chain import ChainPolicy
 from autotune.workloads.workload import load_workload
 from tests.drafters.test_feature_draft import agreeing_draft
@@ -89,7 +91,7 @@ def test_drafts_without_the_operator_are_refused(pair: Pair, folder: Path, tmp_p
 
 def test_a_space_lists_operators_and_ratios(model_pool: ModelPool) -> None:
     specvlm, independent = model_pool.references
-    found = model_pool.subnets(SearchSpace.model_validate(SPACE))
+    found = variants_of(model_pool, SearchSpace.model_validate(SPACE))
     choices = [(None, None), ("prune", 2), ("prune", 5), ("convolve", None)]
     expected = {(keep, *choice) for keep in (1.0, 0.5) for choice in choices} | {(1.0, "text_only", None)}
     own = [subnet for draft, subnet in found if draft == specvlm]
@@ -97,7 +99,8 @@ def test_a_space_lists_operators_and_ratios(model_pool: ModelPool) -> None:
     assert [subnet for draft, subnet in found if draft == independent] == [Subnet(), Subnet(visual_keep=0.5)]
     assert len(priced_variants(found)) == 2, "operators do not change the cost of a step"
     full = [
-        subnet for draft, subnet in model_pool.subnets(SearchSpace.model_validate({**SPACE, "operators": ["gate"]}))
+        subnet
+        for draft, subnet in variants_of(model_pool, SearchSpace.model_validate({**SPACE, "operators": ["gate"]}))
     ]
     assert all(subnet.operator is None for subnet in full)
 
@@ -123,11 +126,11 @@ def test_traces_record_the_operator(model_pool: ModelPool, tmp_path: Path) -> No
         {"split": "tune", "max_new_tokens": 12, "prompt": "And 2?", "images": [write_image(tmp_path / "0.png", 0)]}
     ]
     prompts = load_workload(str(write_workload(tmp_path, lines)), "tune")
-    recorder = model_pool.recorder(tmp_path)
+    recorder = recorder_of(model_pool, tmp_path)
     traces = {}
     for operator in ("convolve", "text_only"):
         subnet = Subnet(operator=operator)
-        trace = model_pool.trace(recorder, (specvlm, subnet), prompts, bounds_for([ChainPolicy(depth=2)]))
+        trace = record_trace(recorder, model_pool, (specvlm, subnet), prompts, bounds_for([ChainPolicy(depth=2)]))
         assert trace.header.subnet.operator == operator
         traces[operator] = trace
     lengths = {name: int(trace.draft_prompt_length[0]) for name, trace in traces.items()}
@@ -139,7 +142,7 @@ def test_operators_that_no_draft_has_are_refused(pair: Pair, model_pool: ModelPo
     space = load_space("quick", ("operator=pool", "operator-ratio=5"))
     assert (space.operators, space.operator_ratios) == (["pool"], [5])
     with pytest.raises(UserError, match="only a specvlm draft with a compressor has operators to choose"):
-        alone.subnets(space)
+        variants_of(alone, space)
     with pytest.raises(UserError, match="the compressor of x has the operators prune, pool, convolve; got resample"):
         SearchSpace.model_validate({**SPACE, "operators": ["resample"]}).subnets(
             "x", Subnet(), (), ("prune", "pool", "convolve")

@@ -17,12 +17,12 @@ import torch
 
 from autotune.console import Console
 from autotune.errors import UserError
+from autotune.recording.traces import recorder_of
 from autotune.runtime.decoder import Decoder
+from autotune.runtime.model_pool import ModelPool
 from autotune.search import pipeline
 from autotune.search import plan as plans
-from autotune.search.model_pool import ModelPool
 from autotune.search.plan import RATE_TOKENS, Rates, SearchSize, StageClock, make_plan, measure_rates
-from autotune.search.settings import SearchSettings
 from autotune.search.thresholds import (
     ANSWERS_SHARE,
     KEPT_PROMPTS,
@@ -31,6 +31,7 @@ from autotune.search.thresholds import (
     MIN_TRACED_PROMPTS,
     STAGES,
 )
+from autotune.study.search_settings import SearchSettings
 from autotune.workloads.workload import Workload
 from tests.rehearsal import Counts, Rehearsal
 from tests.tiny_models import Pair
@@ -272,5 +273,5 @@ def test_a_gpu_loads_measures_and_answers_as_the_search_decodes(
     monkeypatch.setattr(Decoder, "generate", counted)
     assert measure_rates(pool.plain_decoder(), evaluate).step_s > 0
     assert {(counts.captures, counts.replays) for counts in timed} == {(0, RATE_TOKENS - 1)}
-    (answer,) = pool.recorder(tmp_path).answers(evaluate.sampled(0.5).cut(1))
+    (answer,) = recorder_of(pool, tmp_path).answers(evaluate.sampled(0.5).cut(1))
     assert timed[-1].replays + timed[-1].captures >= len(answer.tokens) - 1 > 0

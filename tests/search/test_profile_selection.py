@@ -17,24 +17,25 @@ from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import AR, DecodingProfile, OperatingPoint
 from autotune.documents.published_defaults import COMPARED_DEFAULTS
+from autotune.documents.search_space import SearchSpace
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.race import Race, race
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.runtime_arms import RuntimeArm
+from autotune.recording.traces import record_traces
 from autotune.replay.evaluator import Candidate, Evaluator
+from autotune.runtime.draft_variants import variants_of
+from autotune.runtime.model_pool import ModelPool
 from autotune.search import finalists, profile_selection
 from autotune.search.evidence import Evaluation, measured_point
 from autotune.search.finalists import estimated_speedup, published_defaults, winner_of
-from autotune.search.model_pool import ModelPool
 from autotune.search.plan import StageClock
 from autotune.search.profile_selection import ProfileSelection
-from autotune.search.space import SearchSpace
-from autotune.search.space_files import bounds_of
 from autotune.search.thresholds import KEPT_PROMPTS, MIN_PROMPTS
-from autotune.search.traces import record_traces
 from autotune.search.tree_search import search_trees
 from autotune.search.tuning_prompts import TuningPrompts
 from autotune.study.ledger import Ledger
+from autotune.study.spaces import bounds_of
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload, load_workload
 from tests.evaluation.sample_runs import run
@@ -77,7 +78,7 @@ def selection(
     drafts = [known.drafts[0].model_copy(update={"draft": draft}) for draft in model_pool.references.values()]
     table = known.model_copy(update={"drafts": drafts, "target": model_pool.target_reference})
     traces = record_traces(
-        model_pool, model_pool.subnets(SPACE), workloads[0], folder, Console(), bounds=bounds_of(SPACE)
+        model_pool, variants_of(model_pool, SPACE), workloads[0], folder, Console(), bounds=bounds_of(SPACE)
     )
     tune, evaluate = workloads
     prompts = TuningPrompts.of(tune, Evaluator(traces, table))

@@ -11,7 +11,7 @@ from autotune.engines.contract import BackendContract
 from autotune.search import inputs
 from autotune.search.inputs import SearchInputs
 from autotune.search.runtime_backend import RuntimeBackend
-from autotune.search.settings import SearchSettings
+from autotune.study.search_settings import SearchSettings
 from autotune.workloads.prompt import WorkloadPrompt
 from tests.sample_documents import cost_table, write_workload
 from tests.tiny_models import Pair

@@ -16,24 +16,25 @@ import torch
 
 from autotune.console import Console
 from autotune.cost.table import CostTable
+from autotune.documents.search_space import SearchSpace
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
+from autotune.machine.worker_pool import MAX_WORKERS
+from autotune.measuring.tables import priced_variants
 from autotune.modeling.target import Target
 from autotune.recording.chain_recorder import chain_traces
 from autotune.recording.recorder import Recorder
+from autotune.recording.traces import Recording, RecordingTimes, record_in_worker, record_trace, record_traces
 from autotune.runtime.decoder import Decoder
+from autotune.runtime.draft_variants import variants_of
+from autotune.runtime.model_pool import ModelPool
+from autotune.runtime.model_pool import _run_task as run_worker
 from autotune.search import screening
-from autotune.search.cost_tables import priced_variants
-from autotune.search.model_pool import ModelPool
-from autotune.search.model_pool import _run_task as run_worker
 from autotune.search.screening import DEPTHS, MAX_TOGETHER, screen, screen_units, survivors
-from autotune.search.space import SearchSpace
-from autotune.search.space_files import load_space
 from autotune.search.thresholds import MIN_TRACED_PROMPTS
-from autotune.search.traces import Recording, record_in_worker, record_traces
-from autotune.search.worker_pool import MAX_WORKERS
 from autotune.study.ledger import Ledger
 from autotune.study.records import ScreenedSubnet, record_of
+from autotune.study.spaces import load_space
 from autotune.workloads.workload import Workload, load_workload
 from tests.drafters.test_feature_draft import agreeing_draft
 from tests.sample_documents import cost_table, write_image, write_workload
@@ -74,19 +75,19 @@ def table(model_pool: ModelPool) -> CostTable:
     grid = SearchSpace.model_validate(GRID)
     drafts = [
         known.drafts[0].model_copy(update={"draft": model_pool.references[draft], "heads": subnet.heads})
-        for draft, subnet in priced_variants(model_pool.subnets(grid))
+        for draft, subnet in priced_variants(variants_of(model_pool, grid))
     ]
     return known.model_copy(update={"drafts": drafts, "target": model_pool.target_reference})
 
 
 def test_subnets_of_every_draft(model_pool: ModelPool) -> None:
     star, independent = model_pool.references
-    found = model_pool.subnets(SearchSpace.model_validate(GRID))
+    found = variants_of(model_pool, SearchSpace.model_validate(GRID))
     layers = sorted({subnet.injection_layer for draft, subnet in found if draft == star})
     assert len(found) == len(set(found)) == 2 * len(layers) * 2 + 2 and layers[-1] == 4
     assert [subnet for draft, subnet in found if draft == independent] == [Subnet(), Subnet(visual_keep=0.5)]
     assert len(priced_variants(found)) == 3, "two shares of heads of the supernet, and the other draft"
-    ranked = model_pool.subnets(SearchSpace.model_validate({**GRID, "visual_rankings": ["even", "all_queries"]}))
+    ranked = variants_of(model_pool, SearchSpace.model_validate({**GRID, "visual_rankings": ["even", "all_queries"]}))
     assert [subnet for draft, subnet in ranked if draft == independent] == [
         Subnet(),  # there is nothing to rank where all tokens are kept
         Subnet(visual_keep=0.5, visual_ranking="even"),
@@ -104,15 +105,15 @@ def test_heads_of_a_space_are_those_of_supernets(pair: Pair) -> None:
     """Other drafts have none. A user who asks for heads or a layer needs a supernet."""
     alone = ModelPool(str(pair.target_folder), [str(pair.draft_folder)], "cpu")
     (name,) = alone.references
-    assert alone.subnets(SearchSpace.model_validate(GRID)) == [(name, Subnet()), (name, Subnet(visual_keep=0.5))]
-    assert len(alone.subnets(load_space("quick"))) == 10
+    assert variants_of(alone, SearchSpace.model_validate(GRID)) == [(name, Subnet()), (name, Subnet(visual_keep=0.5))]
+    assert len(variants_of(alone, load_space("quick"))) == 10
     with pytest.raises(UserError, match="only a star draft has heads and layers to choose"):
-        alone.subnets(load_space("quick", ("heads=0.5",)))
+        variants_of(alone, load_space("quick", ("heads=0.5",)))
 
 
 def test_many_choices_of_heads_are_priced_by_equal_shares(model_pool: ModelPool) -> None:
     star, independent = model_pool.references
-    exhaustive = model_pool.subnets(load_space("star-exhaustive"))
+    exhaustive = variants_of(model_pool, load_space("star-exhaustive"))
     priced = priced_variants(exhaustive)
     assert [subnet.heads for draft, subnet in priced if draft == star] == [None, 0.75, 0.5, 0.25]
     assert [subnet for draft, subnet in priced if draft == independent] == [Subnet()]
@@ -123,8 +124,8 @@ def test_many_choices_of_heads_are_priced_by_equal_shares(model_pool: ModelPool)
 def test_screened_figures_equal_decoding(
     model_pool: ModelPool, table: CostTable, workload: Workload, tmp_path: Path
 ) -> None:
-    variants = model_pool.subnets(
-        SearchSpace.model_validate({**GRID, "visual_rankings": ["text_after_image", "random"]})
+    variants = variants_of(
+        model_pool, SearchSpace.model_validate({**GRID, "visual_rankings": ["text_after_image", "random"]})
     )
     ledger = Ledger(tmp_path / "ledger.sqlite")
     found = screen(model_pool, variants, table, workload, tmp_path, ledger, Console())
@@ -148,22 +149,20 @@ def test_screening_resumes_from_its_records(
     model_pool: ModelPool, table: CostTable, workload: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After some groups, then all: nothing is recorded twice, and another table makes new records."""
-    variants = model_pool.subnets(SearchSpace.model_validate(GRID))
+    variants = variants_of(model_pool, SearchSpace.model_validate(GRID))
     groups = screening._recorded_together(model_pool, variants)
     assert sorted(map(len, groups)) == [1, 1] + [2] * ((len(variants) - 2) // 2)
     recorded: list[Subnet] = []
 
-    trace = ModelPool.trace
-
-    def alone(pool: ModelPool, recorder: Recorder, variant: Any, prompts: Workload, bounds: Any) -> Any:
+    def alone(recorder: Recorder, pool: ModelPool, variant: Any, prompts: Workload, bounds: Any) -> Any:
         recorded.extend([variant] * (bounds == screening.BOUNDS))  # the cheap chains are not counted
-        return trace(pool, recorder, variant, prompts, bounds)
+        return record_trace(recorder, pool, variant, prompts, bounds)
 
     def together(recorder: Recorder, draft: Any, reference: Any, prompts: Any, subnets: Any, bounds: Any) -> Any:
         recorded.extend((reference.id, subnet) for subnet in subnets)
         return chain_traces(recorder, draft, reference, prompts, subnets, bounds)
 
-    monkeypatch.setattr(ModelPool, "trace", alone)
+    monkeypatch.setattr(screening, "record_trace", alone)
     monkeypatch.setattr(screening, "chain_traces", together)
     ledger = Ledger(tmp_path / "ledger.sqlite")
     some = [variant for group in groups[:3] for variant in group]
@@ -186,7 +185,7 @@ def test_promising_subnets_are_screened_first(
     star, independent = model_pool.references
     by_block = {"heads": [1.0, 0.5, 0.25], "heads_by_block": True}
     keeps = {"visual_keep": {"choices": [1.0, 0.6, 0.5, 0.1]}}
-    variants = model_pool.subnets(SearchSpace.model_validate({**GRID, **by_block, **keeps}))
+    variants = variants_of(model_pool, SearchSpace.model_validate({**GRID, **by_block, **keeps}))
     speeds: dict[str, float] = {star: 2.0, independent: 1.4}
     order: list[tuple[str, list[Subnet]]] = []
 
@@ -229,7 +228,7 @@ def test_records_of_workers_are_reused(
     model_pool: ModelPool, table: CostTable, workload: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker loads the models itself and uses fewer threads; its records have the same keys."""
-    variants = model_pool.subnets(SearchSpace.model_validate(GRID))
+    variants = variants_of(model_pool, SearchSpace.model_validate(GRID))
     threads = torch.get_num_threads()
     try:
         ledger = pickle.loads(pickle.dumps(Ledger(tmp_path / "ledger.sqlite")))
@@ -253,7 +252,7 @@ def test_screening_ends_at_its_deadline(
     model_pool: ModelPool, table: CostTable, workload: Workload, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With the first subnet of every draft; more time screens the others, and records are kept."""
-    variants, ledger = model_pool.subnets(SearchSpace.model_validate(GRID)), Ledger(tmp_path / "ledger.sqlite")
+    variants, ledger = variants_of(model_pool, SearchSpace.model_validate(GRID)), Ledger(tmp_path / "ledger.sqlite")
     arguments = model_pool, variants, table, workload, tmp_path, ledger, Console()
     late = screen(*arguments, deadline=time.monotonic() - 1)
     assert {one.draft for one in late} == set(model_pool.references)
@@ -269,7 +268,7 @@ def test_drafts_without_time_for_a_chain_are_named(
 ) -> None:
     """Time for one chain is all there is: the first draft's."""
     first, second = model_pool.references
-    variants, ledger = model_pool.subnets(SearchSpace.model_validate(GRID)), Ledger(tmp_path / "ledger.sqlite")
+    variants, ledger = variants_of(model_pool, SearchSpace.model_validate(GRID)), Ledger(tmp_path / "ledger.sqlite")
     past = time.monotonic() - 1
     late = screen(model_pool, variants, table, workload, tmp_path, ledger, Console(), deadline=past, limit=past)
     assert [one.variant for one in late] == [variants[0]]
@@ -287,9 +286,10 @@ def test_traces_end_at_their_deadline(
     model_pool: ModelPool, workload: Workload, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All variants are recorded on the same first prompts, and these traces equal those of whole recordings."""
-    variants = model_pool.subnets(SearchSpace.model_validate(GRID))[:2]
+    variants = variants_of(model_pool, SearchSpace.model_validate(GRID))[:2]
     many = Workload("x", "tune", tuple(replace(p, name=f"{n}") for n in range(8) for p in workload.prompts))
-    late = record_traces(model_pool, variants, many, tmp_path, Console(), jobs=1, deadline=time.monotonic() - 1)
+    over = RecordingTimes(time.monotonic() - 1, time.monotonic() - 1, num_least=MIN_TRACED_PROMPTS)
+    late = record_traces(model_pool, variants, many, tmp_path, Console(), jobs=1, times=over)
     count = late[0].num_prompts
     assert [trace.num_prompts for trace in late] == [count] * 2 and MIN_TRACED_PROMPTS <= count < len(many.prompts)
     assert f"{count} of {len(many.prompts)} prompts were recorded" in capsys.readouterr().err
@@ -306,10 +306,11 @@ def test_recording_begins_nothing_that_would_end_late(
     """Parts take 10 s each. The least may pass the deadline, and not the limit; more must end before the deadline."""
     many = Workload("x", "tune", tuple(replace(p, name=f"{n}") for n in range(12) for p in workload.prompts))
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr("autotune.search.traces.time", clock)
+    monkeypatch.setattr("autotune.recording.traces.time", clock)
     for deadline, limit, count in ((60.0, 90.0, 12), (15.0, 90.0, MIN_TRACED_PROMPTS), (15.0, 29.0, 4), (0.0, 0.0, 2)):
         clock.now = 0.0
-        recording = Recording(model_pool, [], many, tmp_path, num_processes=2, limit=limit)
+        times = RecordingTimes(least=limit, num_least=MIN_TRACED_PROMPTS)
+        recording = Recording(model_pool, [], many, tmp_path, num_processes=2, times=times)
         done = recording.record(many, 2, deadline, lambda _: setattr(clock, "now", clock.now + 10.0))
         assert done == count, (deadline, limit)
         assert clock.now <= max(deadline, limit, 10.0)
@@ -333,13 +334,13 @@ def test_every_prompt_is_recorded_by_one_process(model_pool: ModelPool, workload
 
 def test_worker_limits(model_pool: ModelPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_pool, "num_cores", 8)
-    monkeypatch.setattr("autotune.search.model_pool.free_memory", lambda device: 1 << 50)
+    monkeypatch.setattr("autotune.runtime.model_pool.free_memory", lambda device: 1 << 50)
     assert model_pool.worker_limits(None) == (7, 1)
     assert model_pool.worker_limits(2) == (1, 4)
     assert model_pool.worker_limits(1) == (0, 8)
     monkeypatch.setattr(model_pool, "num_cores", 64)
     assert model_pool.worker_limits(None) == (MAX_WORKERS, 8)
-    monkeypatch.setattr("autotune.search.model_pool.free_memory", lambda device: 1 << 31)
+    monkeypatch.setattr("autotune.runtime.model_pool.free_memory", lambda device: 1 << 31)
     assert model_pool.worker_limits(None) == (0, 64), "half of 2 GiB is too little for a worker"
 
 

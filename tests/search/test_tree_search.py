@@ -18,6 +18,7 @@ import pytest
 
 from autotune.documents.configuration import Configuration
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
+from autotune.documents.search_space import SearchSpace
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.replay.draws import time_draws
@@ -25,7 +26,6 @@ from autotune.replay.evaluator import Candidate, Evaluator
 from autotune.replay.replay import replay
 from autotune.search import tree_search
 from autotune.search.finalists import choose_finalists, confirmable
-from autotune.search.space import SearchSpace
 from autotune.search.thresholds import CONFIDENCE, NUM_CONFIRMED, NUM_CONFIRMED_OF_KIND
 from autotune.study.storage import optuna_storage
 from autotune.trees.policy import parse_policy

@@ -21,7 +21,7 @@ from autotune.evaluation.bench_settings import evaluation_prompts
 from autotune.modeling import loading
 from autotune.runtime.decoder import Decoder
 from autotune.search.pipeline import search
-from autotune.search.settings import SearchSettings
+from autotune.study.search_settings import SearchSettings
 from autotune.workloads.pixels import load_video
 from autotune.workloads.workload import load_workload
 from tests.families import FAMILIES, QWEN2_5_VL_PROCESSOR, random_picture

@@ -14,11 +14,13 @@ from autotune.cost.table import CostTable
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
 from autotune.measuring.jobs import Block, BlockLog, LogHeader, TimedJob
-from autotune.search import cost_tables
-from autotune.search.cost_tables import local_table, priced_variants, table_for_gpu
-from autotune.search.model_pool import ModelPool
-from autotune.search.space_files import load_space
+from autotune.measuring.tables import priced_variants
+from autotune.runtime.draft_variants import variants_of
+from autotune.runtime.model_pool import ModelPool
+from autotune.search import prices
+from autotune.search.prices import local_table, table_for_gpu
 from autotune.study.ledger import Ledger
+from autotune.study.spaces import load_space
 from autotune.workloads.workload import Workload
 from tests.sample_documents import cost_table
 from tests.tiny_models import Pair
@@ -32,7 +34,7 @@ def model_pool(pair: Pair) -> ModelPool:
 @pytest.fixture
 def table(model_pool: ModelPool, evaluate: Workload, tmp_path: Path) -> Callable[..., CostTable]:
     """The table of a search in ``tmp_path``."""
-    priced = priced_variants(model_pool.subnets(load_space("quick")))
+    priced = priced_variants(variants_of(model_pool, load_space("quick")))
     ledger = Ledger(tmp_path / "ledger.sqlite")
     return partial(local_table, model_pool, priced, evaluate, tmp_path, ledger, Console())
 
@@ -49,7 +51,7 @@ def measured(model_pool: ModelPool, monkeypatch: pytest.MonkeyPatch) -> list[Cos
         found.append(known.model_copy(update=here))
         return found[-1]
 
-    monkeypatch.setattr(cost_tables, "measure_table", measure)
+    monkeypatch.setattr(prices, "measure_table", measure)
     return found
 
 
@@ -62,7 +64,7 @@ def test_an_interrupted_measurement_continues(
 ) -> None:
     """The samples of the first run are given to the second, and are deleted with the table in place."""
     block = Block(jobs=[TimedJob(plain_ms=(1.0, 1.0), samples=[("verify", 1, 16, 2.0), ("verify", 2, 16, 2.5)])])
-    whole = cost_tables.measure_table
+    whole = prices.measure_table
     logs: list[BlockLog] = []
 
     def interrupted(*arguments: Any) -> CostTable:
@@ -74,7 +76,7 @@ def test_an_interrupted_measurement_continues(
             raise KeyboardInterrupt
         return whole(*arguments)
 
-    monkeypatch.setattr(cost_tables, "measure_table", interrupted)
+    monkeypatch.setattr(prices, "measure_table", interrupted)
     with pytest.raises(KeyboardInterrupt):
         table()
     assert table() == measured[0]
@@ -115,7 +117,7 @@ def test_a_shipped_table_prices_other_weights_of_the_same_sizes(
     model_pool: ModelPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that was measured with random weights. One line names the property by which a table differs."""
-    priced = priced_variants(model_pool.subnets(load_space("quick")))
+    priced = priced_variants(variants_of(model_pool, load_space("quick")))
     estimate = table_for_gpu("h100", model_pool, priced, "cuda-graph")
     other, shape = ModelReference(id="random/weights", sha256="0" * 64), model_pool.target.shape
     drafts = [costs.model_copy(update={"draft": other}) for costs in estimate.drafts]
@@ -124,7 +126,7 @@ def test_a_shipped_table_prices_other_weights_of_the_same_sizes(
     )
     measured = estimate.model_copy(update={"estimated": False, "target": other, "drafts": drafts, "decode": decode})
     path = tmp_path / "random.cost.json"
-    monkeypatch.setattr(cost_tables, "shipped_tables", lambda: {"h100": [path]})
+    monkeypatch.setattr(prices, "shipped_tables", lambda: {"h100": [path]})
 
     def found(asked: str = "auto", **changes: Any) -> tuple[CostTable, list[str]]:
         measured.model_copy(update=changes).save(path)
@@ -162,5 +164,5 @@ def test_captured_steps_of_another_version_are_measured_again(
 ) -> None:
     monkeypatch.setattr(model_pool, "mode", mode)
     key = model_pool.key
-    monkeypatch.setattr("autotune.search.model_pool.STEPS_VERSION", 99)
+    monkeypatch.setattr("autotune.runtime.model_pool.STEPS_VERSION", 99)
     assert (model_pool.key != key) == (mode != "eager")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import UserError
-from autotune.search.model_pool import ModelPool
+from autotune.runtime.model_pool import ModelPool
 from tests.tiny_models import Pair
 
 

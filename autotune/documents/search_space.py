@@ -379,3 +379,9 @@ def _value(text: str, change: str) -> Any:
         return [parse_yaml(one) for one in text.split(",")] if isinstance(value, str) and "," in text else value
     except ValueError as error:
         raise UserError(f"--set {change}: no value of YAML ({error}); give for example heads=1.0,0.5") from None
+
+
+def subnets_of_drafts(changes: Sequence[str] = ()) -> SearchSpace:
+    """The space of the drafts as they are, with the changes of ``SearchSpace.changed``, and without trees."""
+    whole = SearchSpace(name="of this draft", visual_keep=Dimension(choices=[1.0]), trees={"chain": {}})
+    return whole.changed(changes)

@@ -15,11 +15,11 @@ import yaml
 
 from autotune.documents.configuration import Configuration
 from autotune.documents.published_defaults import ABLATIONS, COMPARED_DEFAULTS, DEFAULTS, NAMED, PUBLISHED_DEFAULTS
+from autotune.documents.search_space import MAX_ENUMERATED, NAMES, Dimension, SearchSpace, ordered
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.files import data_root
-from autotune.search.space import MAX_ENUMERATED, NAMES, Dimension, SearchSpace, ordered
-from autotune.search.space_files import load_space
+from autotune.study.spaces import load_space
 from autotune.trees.policy import parse_policy
 
 SHIPPED = sorted(path.stem for path in (data_root() / "search_spaces").glob("*.yaml"))

@@ -1,4 +1,4 @@
-"""Traces of every draft variant that a search continues with, recorded by one process per core."""
+"""Traces of draft variants along the target's answers, recorded by one process per core."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from autotune.console import Console
 from autotune.documents.configuration import DraftVariant
 from autotune.recording.answers import ANSWERS_AT_ONCE
-from autotune.recording.recorder import Report
+from autotune.recording.recorder import Recorder, Report
 from autotune.replay.degenerate_answers import degenerate_answers
 from autotune.replay.trace import ForestBounds, Trace, save_trace
-from autotune.search.model_pool import ModelPool
-from autotune.search.thresholds import ANSWERS_SHARE, MIN_TRACED_PROMPTS
+from autotune.runtime.model_pool import ModelPool
 from autotune.workloads.workload import Workload
 
 PROMPTS_AT_ONCE = 2  # between two looks at the clock
@@ -26,33 +24,71 @@ BATCHED_SHARE = 0.4  # of the time of an answer, where it is one of many in a ba
 BATCH_SHARE = 0.25  # largest share of the stage's time for one batch
 
 
+@dataclass(frozen=True)
+class RecordingTimes:
+    """Times of ``time.monotonic`` at which a recording ends."""
+
+    answers: float = math.inf
+    traces: float = math.inf
+    least: float = math.inf
+    """The same for the first ``num_least`` prompts, which may pass the others."""
+    num_least: int = 0
+
+    @classmethod
+    def until(cls, deadline: float, answers_share: float, **least: Any) -> RecordingTimes:
+        """Times of a recording that begins now, with this share of the time for the answers."""
+        now = time.monotonic()
+        return cls(now + answers_share * (deadline - now), deadline, **least)
+
+
+def recorder_of(pool: ModelPool, folder: Path) -> Recorder:
+    """A recorder with the target of a pool, which keeps its documents in ``folder``."""
+    return Recorder(pool.target, pool.target_reference, pool.processor, folder, mode=pool.mode, keys=pool.answer_keys)
+
+
+def record_trace(
+    recorder: Recorder, pool: ModelPool, variant: DraftVariant, workload: Workload, bounds: ForestBounds
+) -> Trace:
+    """The trace of a draft variant of a pool."""
+    draft, subnet = variant
+    pruning = subnet.model_dump(include={"visual_keep", "visual_ranking"})
+    return recorder.trace(pool.draft(draft, subnet), pool.references[draft], workload, bounds=bounds, **pruning)
+
+
 def record_traces(
-    model_pool: ModelPool,
+    pool: ModelPool,
     variants: Sequence[DraftVariant],
     workload: Workload,
     folder: Path,
     console: Console,
     *,
+    bounds: ForestBounds | None = None,
     jobs: int | None = None,
     answer_s: float = 0.0,
-    deadline: float = math.inf,
-    **options: Any,
+    times: RecordingTimes | None = None,
 ) -> list[Trace]:
     """Record the target's answers, then a trace of every variant, and save them under ``folder``.
 
     Where that takes long, ``jobs`` processes share the work (None: one per core). The traces are of the first prompts
-    of the workload, the same for all variants: those whose records end before ``deadline``, of ``time.monotonic``, and
-    ``MIN_TRACED_PROMPTS`` that end before ``limit``. Fewer answers are decoded together where one takes so long,
-    ``answer_s``, that a batch may pass the deadline. Other ``options`` are those of ``Recording``.
+    of the workload, the same for all variants: those whose records end in time. Fewer answers are decoded together
+    where one takes so long, ``answer_s``, that a batch may end too late.
     """
-    at_once = ANSWERS_AT_ONCE if model_pool.target.text.is_exact else PROMPTS_AT_ONCE  # the latter are not batched
-    left_s = deadline - time.monotonic()
+    times = times or RecordingTimes()
+    at_once = ANSWERS_AT_ONCE if pool.target.text.is_exact else PROMPTS_AT_ONCE  # the latter are not batched
+    left_s = times.traces - time.monotonic()
     while at_once > PROMPTS_AT_ONCE and at_once * BATCHED_SHARE * answer_s > BATCH_SHARE * left_s:
         at_once //= 2
-    shared = {"num_processes": 1 + model_pool.worker_limits(jobs)[0], "answers_at_once": at_once, "deadline": deadline}
-    work = {"variants": variants, "workload": workload, "folder": folder, **shared, **options}
-    recording = Recording(model_pool, **work)
-    with model_pool.worker_pool(jobs, record_in_worker, work, deadline=deadline) as workers:
+    work: dict[str, Any] = {
+        "variants": variants,
+        "workload": workload,
+        "folder": folder,
+        "num_processes": 1 + pool.worker_limits(jobs)[0],
+        "bounds": bounds or ForestBounds(),
+        "answers_at_once": at_once,
+        "times": times,
+    }
+    recording = Recording(pool, **work)
+    with pool.worker_pool(jobs, record_in_worker, work, deadline=times.traces) as workers:
         with console.stage("target's answers", len(workload.prompts)) as update:
             num_forests = len(variants) * len(workload.prompts)
             answered = recording.answer_all(workers.reporting(update, after=num_forests))
@@ -74,9 +110,9 @@ def degenerate_in(trace: Trace, workload: Workload) -> str | None:
     return degenerate_answers(trace.answers, limits)
 
 
-def record_in_worker(model_pool: ModelPool, rank: int, work: Mapping[str, Any]) -> None:
+def record_in_worker(pool: ModelPool, rank: int, work: Mapping[str, Any]) -> None:
     """Record the prompts of this worker."""
-    recording = Recording(model_pool, rank=rank, **work)
+    recording = Recording(pool, rank=rank, **work)
     recording.trace_all(recording.answer_all())
 
 
@@ -88,7 +124,7 @@ class Recording:
     that others have not made yet.
     """
 
-    model_pool: ModelPool
+    pool: ModelPool
     variants: Sequence[DraftVariant]
     workload: Workload
     folder: Path
@@ -97,31 +133,25 @@ class Recording:
     num_processes: int = 1
     bounds: ForestBounds = field(default_factory=ForestBounds)
     answers_at_once: int = ANSWERS_AT_ONCE
-    deadline: float = math.inf
-    """A value of ``time.monotonic``."""
-    limit: float = math.inf
-    """The same for ``MIN_TRACED_PROMPTS``, which may pass the deadline."""
+    times: RecordingTimes = field(default_factory=RecordingTimes)
 
     def __post_init__(self) -> None:
-        drafts = [self.model_pool.draft(*variant) for variant in self.variants]
-        self.recorder = self.model_pool.recorder(self.folder)
+        drafts = [self.pool.draft(*variant) for variant in self.variants]
+        self.recorder = recorder_of(self.pool, self.folder)
         self.recorder.layers = tuple(sorted({layer for draft in drafts for layer in draft.aux_layers}))
 
     def answer_all(self, report: Report | None = None) -> int:
         """Record answers; returns how many of the first prompts have one."""
-        now = time.monotonic()
-        deadline = now + ANSWERS_SHARE * (self.deadline - now)
-        return self.record(self.workload, self.answers_at_once, deadline, self.recorder.answers, report)
+        return self.record(self.workload, self.answers_at_once, self.times.answers, self.recorder.answers, report)
 
     def trace_all(self, num_prompts: int, report: Report | None = None) -> int:
         """Record forests of all variants for the first prompts; returns for how many."""
         first = self.workload.cut(num_prompts)
-        return self.record(first, PROMPTS_AT_ONCE, self.deadline, self.traces, report)
+        return self.record(first, PROMPTS_AT_ONCE, self.times.traces, self.traces, report)
 
     def traces(self, workload: Workload) -> list[Trace]:
         """The traces of all variants; what is on disk is not recorded again."""
-        trace = partial(self.model_pool.trace, workload=workload, bounds=self.bounds)
-        return [trace(self.recorder, variant) for variant in self.variants]
+        return [record_trace(self.recorder, self.pool, variant, workload, self.bounds) for variant in self.variants]
 
     def record(
         self,
@@ -140,7 +170,7 @@ class Recording:
         # The first process records all that others have not made, in order, and so knows how many of the first prompts
         # are done.
         for begin in range(self.rank % num_processes * size, total, size if self.rank == 0 else size * num_processes):
-            began, until = time.monotonic(), deadline if begin >= MIN_TRACED_PROMPTS else self.limit
+            began, until = time.monotonic(), deadline if begin >= self.times.num_least else self.times.least
             if begin > 0 and began + max(durations) > until:
                 return begin
             end = min(begin + size, total)

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from autotune.search import worker_pool
-from autotune.search.worker_pool import WorkerPool
+from autotune.machine import worker_pool
+from autotune.machine.worker_pool import WorkerPool
 
 PARENT = """
 import sys, time
 from pathlib import Path
-from autotune.search import worker_pool
-from tests.search.test_worker_pool import stay
+from autotune.machine import worker_pool
+from tests.machine.test_worker_pool import stay
 
 if __name__ == "__main__":
     worker_pool.MIN_REMAINING_S = 0.0

@@ -1,0 +1,110 @@
+"""The prices of a search: found in its study's folder, measured now, or taken from another device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from autotune.console import Console
+from autotune.cost.roofline import estimate_table, find_limits
+from autotune.cost.table import CostTable, shipped_tables
+from autotune.documents.configuration import DraftVariant
+from autotune.documents.execution import AUTO, CUDA_GRAPH, capture_sizes_for
+from autotune.errors import UserError
+from autotune.files import content_key
+from autotune.measuring.jobs import BlockLog
+from autotune.measuring.settings import CostSettings
+from autotune.measuring.tables import kv_lengths_of, measure_table
+from autotune.modeling.graph_runner import check_mode
+from autotune.runtime.model_pool import ModelPool
+from autotune.study.ledger import Ledger, Record
+from autotune.workloads.workload import Workload
+
+
+def table_for_gpu(
+    gpu: str,
+    pool: ModelPool,
+    variants: Sequence[DraftVariant],
+    mode: str = AUTO,
+    *,
+    say: Callable[[str], object] = lambda line: None,
+) -> CostTable:
+    """The table of another device: its shipped measurement of models of these sizes, or an estimate from its datasheet
+    and its measurements of other models.
+
+    Args:
+        mode: of the table; ``auto``: captured steps, as on every GPU, but for models with states.
+        say: is told why a shipped table is not used.
+
+    Raises:
+        UserError: the device has no datasheet, and its shipped tables describe other models; or any mode but ``eager``
+            for models with states.
+    """
+    target = pool.target_reference
+    shipped = {path: CostTable.load(path) for path in shipped_tables().get(gpu, [])}
+    shape = pool.target.shape
+    drafts = [(pool.references[d], subnet, pool.draft(d, subnet).shape) for d, subnet in variants]
+    mode = check_mode(mode, pool.target.device, has_states=True) if pool.has_states else mode
+    mode = CUDA_GRAPH if mode == AUTO else mode
+    sizes, precision = capture_sizes_for(mode, pool.capture_sizes), pool.precision
+    for path, table in shipped.items():
+        reason = table.why_not_of(gpu, target, shape, drafts, precision=precision, mode=mode, capture_sizes=sizes)
+        if reason is None:
+            return table.for_models(target, drafts)
+        say(f"{path.name} does not price this search: {reason}")
+    if find_limits(gpu) is None:
+        raise UserError(
+            f"--gpu {gpu}: its shipped tables are of other models than {target.id}; run autotune measure on that device"
+        )
+    return estimate_table(
+        gpu,
+        target=target,
+        target_shape=shape,
+        drafts=drafts,
+        precision=precision,
+        mode=mode,
+        capture_sizes=sizes,
+        measured=[*shipped.values()],
+    )
+
+
+def local_table(
+    pool: ModelPool,
+    variants: Sequence[DraftVariant],
+    workload: Workload,
+    folder: Path,
+    ledger: Ledger,
+    console: Console,
+    *,
+    time_limit_s: float = CostSettings.time_limit_s,
+) -> CostTable:
+    """This device's table: from the study's folder or ledger if it was measured for the same drafts in the same time,
+    else measured now by one of the study's workers.
+
+    Raises:
+        UserError: the file in the folder is of another target, device or precision.
+    """
+    described = [[draft, *subnet.priced] for draft, subnet in variants]
+    settings = pool.answer_keys.settings_of(workload.prompts[0])  # logits processors cost time too
+    prompts = [workload.sha256, kv_lengths_of(pool, workload), settings]
+    documents = [pool.key, described, prompts, CostTable.schema_version]
+    samples = folder / f"{content_key(documents)}.cost.jsonl"  # serve a table of any time limit
+    key = content_key([*documents, time_limit_s])
+    path = folder / f"{key}.cost.json"
+    if path.exists():
+        console.say(f"cost table of {CostTable.load(path).provenance.created} reused: {path}")
+    else:
+
+        def measure() -> Record:
+            log = BlockLog(samples)
+            if log.blocks:
+                num_samples = sum(len(job.samples) for block in log.blocks for job in block.jobs)
+                console.say(f"cost table continued from {num_samples} samples of an interrupted run")
+            return measure_table(pool, variants, workload, console, time_limit_s, log).model_dump(mode="json")
+
+        record = ledger.work("cost table", {key: measure})[key]
+        CostTable.model_validate(record, strict=False).save(path)
+        samples.unlink(missing_ok=True)
+    table = CostTable.load(path)
+    table.check_is_of(pool.target_reference, pool.device, pool.precision, source=str(path))
+    return table
