@@ -13,9 +13,11 @@ from rich.cells import cell_len
 from rich.console import Console as RichConsole
 from rich.console import JustifyMethod
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
+from rich.table import Table as Grid
 from rich.text import Text
 
+from autotune.documents.table import Table
+from autotune.documents.table import percent as percent
 from autotune.errors import masked
 
 QUIET_S = 600  # longest time without a line where standard error is not a terminal
@@ -31,11 +33,6 @@ class Update(Protocol):
 
 _Show = Callable[[int, int, str, float | None], None]
 """Shows the units that are done, all units, a note, and the seconds that are left if they are known."""
-
-
-def percent(value: float | None, digits: int = 1) -> str:
-    """A share in per cent; a dash for None."""
-    return "-" if value is None else f"{100 * value:.{digits}f} %"
 
 
 class _StandardError(RichConsole):
@@ -72,26 +69,34 @@ class Console:
         sys.stderr.flush()
         print("", *map(masked, lines), sep="\n", flush=True)
 
+    def show(self, table: Table) -> None:
+        """Print a table, and what its names stand for. Figures are never broken: headers are, and columns that do not
+        fit beside the first one follow below it.
+        """
+        shown = [n for n, column in enumerate(table.columns) if self.verbose or column not in table.details]
+        columns = [table.columns[n] for n in shown]
+        cells = [[masked(row[n]) for n in shown] for row in table.rows]
+        self._rich.print()
+        self._rich.print(table.title, style="bold", markup=False)
+        for widths in bands(columns, cells, self._rich.width):
+            grid = Grid(header_style="dim", box=None, pad_edge=False, padding=(0, GAP, 0, 0))
+            for number, width in widths.items():
+                justify: JustifyMethod = "right" if number else "left"
+                grid.add_column(Text(columns[number]), justify=justify, width=width, overflow="fold", vertical="bottom")
+            for number, row in enumerate(cells):
+                style = "bold" if number == table.emphasised else None
+                grid.add_row(*(Text(row[n]) for n in widths), style=style)
+            self._rich.print(grid)
+        self._rich.print()
+        for name, label in table.labels.items():
+            text = f"{name}: {label}"
+            self.say(textwrap.fill(text, self._rich.width, subsequent_indent="   ", break_on_hyphens=False))
+
     def table(
         self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, emphasised: int | None = None
     ) -> None:
-        """Print a table. The first column is text, the others are figures, which are never broken: headers are, and
-        columns that do not fit beside the first one follow below it. ``emphasised`` is the index of a bold row.
-        """
-        self._rich.print()
-        self._rich.print(title, style="bold", markup=False)
-        cells = [[masked(cell) for cell in row] for row in rows]
-        for widths in bands(columns, cells, self._rich.width):
-            table = Table(header_style="dim", box=None, pad_edge=False, padding=(0, GAP, 0, 0))
-            for number, width in widths.items():
-                justify: JustifyMethod = "right" if number else "left"
-                table.add_column(
-                    Text(columns[number]), justify=justify, width=width, overflow="fold", vertical="bottom"
-                )
-            for number, row in enumerate(cells):
-                table.add_row(*(Text(row[n]) for n in widths), style="bold" if number == emphasised else None)
-            self._rich.print(table)
-        self._rich.print()
+        """Print a table that no document gives."""
+        self.show(Table(title, columns, rows, emphasised=emphasised))
 
     def labels(self, labels: Mapping[str, str]) -> None:
         """Print what names in a table stand for."""

@@ -81,7 +81,7 @@ def pytest_collection_finish() -> None:
 def _tables_fit() -> Iterator[None]:
     """Every table that a test prints is printed at the widths of terminals too, and read back."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Console, "table", checked_table)
+        patch.setattr(Console, "show", checked_table)
         yield
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from autotune import console as console_module
 from autotune.console import COLUMNS, Console, bands
+from autotune.documents.table import Table
 from tests.tables import WIDTHS, check_table, printed
 
 NAMES = ["plain", "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3", "finalist 12"]
@@ -25,7 +26,7 @@ FIGURES = {"predicted": "1.57x (1.46-1.68)", "tokens/s": "1234", "leave-one-out 
 def test_names_and_figures_of_a_table_are_never_broken(num_columns: int, width: int) -> None:
     figures = ([*FIGURES.items()] * num_columns)[:num_columns]
     columns = ["arm", *(name for name, _ in figures)]
-    check_table("A table", columns, [[name, *(cell for _, cell in figures)] for name in NAMES], width)
+    check_table(Table("A table", columns, [[name, *(cell for _, cell in figures)] for name in NAMES]), width)
 
 
 def test_a_table_that_fits_has_its_headers_in_one_line() -> None:
@@ -35,7 +36,7 @@ def test_a_table_that_fits_has_its_headers_in_one_line() -> None:
 
 
 def test_a_name_that_is_wider_than_the_terminal_is_folded_beside_its_figures() -> None:
-    text = printed("A table", ["arm", "M"], [["n" * 200, "2.35"]], COLUMNS)
+    text = printed(Table("A table", ["arm", "M"], [["n" * 200, "2.35"]]), COLUMNS)
     assert (
         text.count("n") == 200 and "2.35" in text and max(len(line.rstrip()) for line in text.splitlines()) <= COLUMNS
     )
@@ -60,8 +61,10 @@ def on_terminal(code: str, columns: int) -> str:
 
 PROGRAM = """
 from autotune.console import Console
+from autotune.documents.table import Table
 console = Console()
-console.table("A table", ["arm", "measured", "same output"], [["finalist 12", "1.57x (1.46-1.68)", "16/16"]])
+columns = ["arm", "measured", "same output"]
+console.show(Table("A table", columns, [["finalist 12", "1.57x (1.46-1.68)", "16/16"]]))
 with console.stage("replay", 4) as update:
     for number in range(4):
         update(number + 1, 4, "note")
@@ -95,9 +98,12 @@ def test_the_time_left_leaves_out_what_was_done_before(
 
 
 def test_details_are_printed_by_a_verbose_command_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table("Arms", ["arm", "M", "share"], [["ar", "1.00", "1 %"]], details=["share"], labels={"M": "mean"})
     for verbose in (False, True):
         Console(verbose).detail("leave-one-out error 3 %")
-        assert ("leave-one-out" in capsys.readouterr().err) == verbose
+        Console(verbose).show(table)
+        shown = capsys.readouterr().err
+        assert "M: mean\n" in shown and ("leave-one-out" in shown) == ("share" in shown) == verbose
 
 
 def test_an_answer_is_on_standard_output_and_lines_of_progress_are_not(capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,14 +119,13 @@ def test_a_paragraph_is_one_line_where_no_terminal_reads_it(capsys: pytest.Captu
 
 def test_names_in_brackets_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console()
-    console.table(
-        "Drafts [/x]", ["[bold]task", "[red]share"], [["[/x]", "[b]1"], ["draft[v1]", ":smile:"]], emphasised=1
-    )
+    rows = [["[/x]", "[b]1"], ["draft[v1]", ":smile:"]]
+    console.show(Table("Drafts [/x]", ["[bold]task", "[red]share"], rows, emphasised=1))
     console.say("draft[v1] [/x]")
     with console.stage("stage [/x]") as update:
         update(1, 1, "[/y]")
     console.say("http://u:SECRET@host/v1 answers")
-    console.table("x", ["url"], [["http://u:SECRET@host"]])
+    console.show(Table("x", ["url"], [["http://u:SECRET@host"]]))
     said = capsys.readouterr().err
     assert "SECRET" not in said and said.count("http://u:***@host") == 2
     for name in ("Drafts [/x]", "[bold]task", "[red]share", "[/x]", "[b]1", "draft[v1] ", ":smile:", "stage [/x]"):

@@ -13,9 +13,10 @@ from tests.imports import MODULES, heavy_import, imported_names, own_imports
 # module level and inside functions alike.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "strict_parsing"),
-    ("files", "console"),
+    ("files",),
     ("trees",),
     ("documents",),
+    ("console",),
     ("machine", "workloads", "cost"),
     ("replay", "modeling"),
     ("drafters", "study"),
