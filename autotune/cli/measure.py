@@ -49,7 +49,7 @@ def command(output: Path | None, table: Path | None, as_json: bool, **values: An
     from autotune.machine.contention_monitor import wait_until_idle
     from autotune.machine.device import choose_device
     from autotune.measuring.jobs import BlockLog
-    from autotune.measuring.tables import measure_table, priced_variants, print_table
+    from autotune.measuring.tables import measure_table, priced_variants, show_table
     from autotune.runtime.draft_variants import variants_of
     from autotune.runtime.model_pool import load_pool
 
@@ -70,7 +70,7 @@ def command(output: Path | None, table: Path | None, as_json: bool, **values: An
     log.path.unlink(missing_ok=True)
     if table is not None:
         write_table(table, measured.to_dataframe())
-    print_table(measured, console)
+    show_table(measured, console)
     console.say(f"cost table written to {output}")
     if as_json:
         click.echo(measured.dump())

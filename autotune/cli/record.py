@@ -45,7 +45,7 @@ def command(output: Path, num_prompts: int, as_json: bool, **values: Any) -> Non
 
     from autotune.console import Console
     from autotune.machine.device import choose_device
-    from autotune.recording.traces import print_agreement, record_traces, recorder_of
+    from autotune.recording.traces import agreement_table, record_traces, recorder_of
     from autotune.runtime.draft_variants import variants_of
     from autotune.runtime.model_pool import load_pool
 
@@ -56,7 +56,7 @@ def command(output: Path, num_prompts: int, as_json: bool, **values: Any) -> Non
     prompts = recorder_of(model_pool, output).follow(prompts)
     variants = variants_of(model_pool, space)
     traces = record_traces(model_pool, variants, prompts, output, console)
-    print_agreement(traces, console)
+    console.show(agreement_table(traces))
     if as_json:
         agreements = [trace.agreement().pivot(index="rank", columns="task", values="share") for trace in traces]
         results = []

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autotune.console import Console, percent
+from autotune.console import Console
 from autotune.cost.surface import Surface
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import DraftVariant
 from autotune.documents.execution import EAGER
 from autotune.documents.subnet import Subnet
+from autotune.documents.table import Table, number, percent
 from autotune.machine.device import gib
 from autotune.measuring.jobs import BlockLog
 from autotune.measuring.measurement import kv_lengths_for, measure_costs
@@ -86,22 +87,11 @@ def kv_lengths_of(pool: ModelPool, workload: Workload) -> tuple[int, ...]:
     return kv_lengths_for(min(lengths), max(ends))
 
 
-def print_table(table: CostTable, console: Console) -> None:
-    """Print the latency of every surface by number of tokens; the other parts and all errors are details."""
+def show_table(table: CostTable, console: Console) -> None:
+    """Show the latency of every surface by number of tokens; the other parts are details."""
     threads = "" if table.threads is None else f", {table.threads} thread{'s' * (table.threads > 1)}"
     console.say(f"{table.device.model}{threads}, {table.precision}, {table.mode}")
-    middle, rows = middle_kv_length(table), []
-    for name, surface in table.surfaces.items():
-        sizes = PRINTED_SIZES[:1] if surface is table.decode else PRINTED_SIZES
-        latencies = surface.latency_ms(np.array(sizes, np.float64), np.array([middle], np.float64))[:, 0]
-        cells = [f"{ms:.2f}" for ms in latencies] + ["-"] * (len(PRINTED_SIZES) - len(sizes))
-        errors = percent(surface.held_out_error), percent(surface.uncertainty)
-        rows.append([name, *cells, *(errors if console.verbose else ())])
-    anchors = f" from {table.num_anchors} measured tables" if table.num_anchors else ""
-    mark = f" (estimated{anchors})" if table.estimated else ""
-    columns = ["part", *(f"{n} tok" for n in PRINTED_SIZES)]
-    columns += ["leave-one-out error", "uncertainty"] if console.verbose else []
-    console.table(f"Cost table, ms, at KV length {middle}{mark}", columns, rows)
+    console.show(latency_table(table))
     for name, part in table.parts.items():
         if not isinstance(part, Surface):
             found = f"leave-one-out error {percent(part.held_out_error)}, uncertainty {percent(part.uncertainty)}"
@@ -111,3 +101,18 @@ def print_table(table: CostTable, console: Console) -> None:
         console.detail(f"{table.num_samples} steps timed; {disturbed}")
     if (contention := table.provenance.contention) is not None:
         console.say(contention.describe("while steps were timed"))
+
+
+def latency_table(table: CostTable) -> Table:
+    """Latencies of the surfaces of a cost table at its middle KV length."""
+    middle, rows = middle_kv_length(table), []
+    for name, surface in table.surfaces.items():
+        sizes = PRINTED_SIZES[:1] if surface is table.decode else PRINTED_SIZES
+        latencies = surface.latency_ms(np.array(sizes, np.float64), np.array([middle], np.float64))[:, 0]
+        cells = [number(ms) for ms in latencies] + ["-"] * (len(PRINTED_SIZES) - len(sizes))
+        rows.append([name, *cells, percent(surface.held_out_error), percent(surface.uncertainty)])
+    anchors = f" from {table.num_anchors} measured tables" if table.num_anchors else ""
+    mark = f" (estimated{anchors})" if table.estimated else ""
+    errors = "leave-one-out error", "uncertainty"
+    columns = ["part", *(f"{n} tok" for n in PRINTED_SIZES), *errors]
+    return Table(f"Cost table, ms, at KV length {middle}{mark}", columns, rows, details=errors)

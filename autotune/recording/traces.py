@@ -12,6 +12,7 @@ from typing import Any
 
 from autotune.console import Console
 from autotune.documents.configuration import DraftVariant
+from autotune.documents.table import Table, percent
 from autotune.recording.answers import ANSWERS_AT_ONCE
 from autotune.recording.recorder import Recorder, Report
 from autotune.replay.degenerate_answers import degenerate_answers
@@ -181,8 +182,8 @@ class Recording:
         return total
 
 
-def print_agreement(traces: Sequence[Trace], console: Console) -> None:
-    """Print how often each draft, at its first subnet in ``traces``, predicts the target's next token, by task."""
+def agreement_table(traces: Sequence[Trace]) -> Table:
+    """How often each draft, at its first subnet in ``traces``, predicts the target's next token, by task."""
     import pandas as pd
 
     of_draft: dict[str, Trace] = {}
@@ -191,6 +192,6 @@ def print_agreement(traces: Sequence[Trace], console: Console) -> None:
     ranks = (1, 4) if len(of_draft) == 1 else (1,)
     shares = pd.concat([trace.agreement(ranks).assign(draft=draft) for draft, trace in of_draft.items()])
     table = shares.pivot_table(values="share", index="task", columns=["draft", "rank"], sort=False)
-    rows = [[task, *(f"{100 * share:.1f} %" for share in row)] for task, *row in table.itertuples()]
+    rows = [[task, *map(percent, row)] for task, *row in table.itertuples()]
     columns = ["task", *(f"{draft}, top-{rank}" for draft in of_draft for rank in ranks)]
-    console.table("Agreement of drafts with the target", columns, rows)
+    return Table("Agreement of drafts with the target", columns, rows)

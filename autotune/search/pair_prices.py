@@ -12,7 +12,7 @@ from autotune.cost.table import CostTable, DraftCosts
 from autotune.documents.execution import EAGER
 from autotune.documents.search_space import subnets_of_drafts
 from autotune.errors import UserError
-from autotune.measuring.tables import priced_variants, print_table
+from autotune.measuring.tables import priced_variants, show_table
 from autotune.runtime.draft_variants import variants_of
 from autotune.runtime.model_pool import load_pool
 from autotune.search.prices import table_for_gpu
@@ -39,7 +39,7 @@ def price_pair(settings: SearchSettings, console: Console) -> CostTable:
     pool = load_pool(settings, "cpu", console, mode=EAGER, sizes_alone=True)
     variants = priced_variants(variants_of(pool, subnets_of_drafts(settings.changes)))
     table = table_for_gpu(card, pool, variants, settings.mode, say=console.say)
-    print_table(table, console)
+    show_table(table, console)
     for costs in table.drafts:
         _print_rounds(table, costs, console)
     weights_gb = (pool.target_bytes + pool.draft_bytes) / 1e9

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from autotune.console import Console
 from autotune.cost.roofline import estimate_table, find_limits
 from autotune.cost.table import CostTable, shipped_tables
 from autotune.documents.configuration import DraftVariant
@@ -14,10 +13,13 @@ from autotune.errors import UserError
 from autotune.files import content_key
 from autotune.measuring.jobs import BlockLog
 from autotune.measuring.settings import CostSettings
-from autotune.measuring.tables import kv_lengths_of, measure_table
+from autotune.measuring.tables import kv_lengths_of, measure_table, priced_variants, show_table
 from autotune.modeling.graph_runner import check_mode
 from autotune.runtime.model_pool import ModelPool
-from autotune.study.ledger import Ledger, Record
+from autotune.search import thresholds
+from autotune.search.plan import Plan
+from autotune.search.tuning import Tuning
+from autotune.study.ledger import Record
 from autotune.workloads.workload import Workload
 
 
@@ -68,22 +70,34 @@ def table_for_gpu(
     )
 
 
-def local_table(
-    pool: ModelPool,
-    variants: Sequence[DraftVariant],
-    workload: Workload,
-    folder: Path,
-    ledger: Ledger,
-    console: Console,
-    *,
-    time_limit_s: float = CostSettings.time_limit_s,
-) -> CostTable:
-    """This device's table: from the study's folder or ledger if it was measured for the same drafts in the same time,
-    else measured now by one of the study's workers.
+def price(tuning: Tuning, plan: Plan) -> CostTable:
+    """The cost table of the search: this device's, or that of another card."""
+    settings = tuning.settings
+    if tuning.device is None:
+        priced = priced_variants(tuning.variants)
+        table = table_for_gpu(str(settings.gpu), tuning.pool, priced, settings.mode, say=tuning.console.say)
+        save_table(table, tuning.folder)
+    else:
+        # Not the deadline of the stage: the limit is part of the table's key.
+        limit_s = min(CostSettings.time_limit_s, thresholds.STAGES["cost table"] * settings.budget_s)
+        table = local_table(tuning, tuning.tune, plan.table_limit_s(limit_s))
+    show_table(table, tuning.console)
+    return table
+
+
+def save_table(table: CostTable, folder: Path) -> None:
+    """Keep a table in a study's folder, by its content."""
+    table.save(folder / f"{table.content_hash}.cost.json")
+
+
+def local_table(tuning: Tuning, workload: Workload, time_limit_s: float) -> CostTable:
+    """This device's table for the drafts of a search: from the study's folder or ledger if it was measured for the same
+    drafts in the same time, else measured now by one of the study's workers.
 
     Raises:
         UserError: the file in the folder is of another target, device or precision.
     """
+    pool, folder, console, variants = tuning.pool, tuning.folder, tuning.console, priced_variants(tuning.variants)
     described = [[draft, *subnet.priced] for draft, subnet in variants]
     settings = pool.answer_keys.settings_of(workload.prompts[0])  # logits processors cost time too
     prompts = [workload.sha256, kv_lengths_of(pool, workload), settings]
@@ -102,7 +116,7 @@ def local_table(
                 console.say(f"cost table continued from {num_samples} samples of an interrupted run")
             return measure_table(pool, variants, workload, console, time_limit_s, log).model_dump(mode="json")
 
-        record = ledger.work("cost table", {key: measure})[key]
+        record = tuning.ledger.work("cost table", {key: measure})[key]
         CostTable.model_validate(record, strict=False).save(path)
         samples.unlink(missing_ok=True)
     table = CostTable.load(path)

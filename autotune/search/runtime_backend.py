@@ -31,7 +31,7 @@ from autotune.workloads.workload import Workload
 class RuntimeRecord:
     """Plain decoding's answers to prompts, and traces of every draft variant along them."""
 
-    inputs: Any
+    tuning: Any
     workload: Workload
     traces: Sequence[Any]
     answers: Sequence[Decoded]
@@ -40,9 +40,12 @@ class RuntimeRecord:
 
     @cached_property
     def evaluator(self) -> Any:
+        from autotune.measuring.settings import CostSettings
         from autotune.replay.evaluator import Evaluator
+        from autotune.search.prices import local_table
 
-        return Evaluator(self.traces, self.inputs.table(self.workload, self.limit_s))
+        limit_s = min(self.limit_s, CostSettings.time_limit_s)
+        return Evaluator(self.traces, local_table(self.tuning, self.workload, limit_s))
 
 
 class RuntimeSteps(NamedTuple):
@@ -63,33 +66,33 @@ class RuntimeBackend(Backend):
     """Decoding in this process.
 
     Args:
-        inputs: ``SearchInputs``; by default those of a search of the model without further options.
+        tuning: ``Tuning``; by default those of a search of the model without further options.
     """
 
     name = RUNTIME
 
-    def __init__(self, model: str, inputs: Any = None, *, console: Console | None = None, seed: int = 0) -> None:
+    def __init__(self, model: str, tuning: Any = None, *, console: Console | None = None, seed: int = 0) -> None:
         self.model = reference(model)
         self.console = console or Console()
         self.settings = SearchSettings(target=model, seed=seed)
-        self.given = inputs
+        self.given = tuning
         self.recorded: RuntimeRecord | None = None
 
     @cached_property
-    def inputs(self) -> Any:
-        from autotune.search.inputs import SearchInputs
+    def tuning(self) -> Any:
+        from autotune.search.tuning import Tuning
 
-        return self.given or SearchInputs(self.settings, self.console)
+        return self.given or Tuning.load(self.settings, self.console)
 
     @cached_property
     def precision(self) -> str:  # type: ignore[override]
-        return str(self.inputs.model_pool.precision)
+        return str(self.tuning.pool.precision)
 
     def configurations(self) -> list[Configuration]:
         """For every draft variant, the default trees of the policies whose defaults the traces hold, and the trees of
         the space that can be listed. Static trees follow from traces.
         """
-        space, bounds, variants = self.inputs.space, self.inputs.bounds, self.inputs.variants
+        space, bounds, variants = self.tuning.space, self.tuning.bounds, self.tuning.variants
         defaults = [parse_policy({"policy": name}) for name in space.trees if not POLICIES[name].is_template()]
         policies = [
             d.policy for d in defaults if d.num_proposals <= bounds.num_proposals and d.max_depth <= bounds.depth
@@ -100,10 +103,19 @@ class RuntimeBackend(Backend):
         return list({one.key: one for one in reversed(found)}.values())[::-1]
 
     def record(self, prompts: Sequence[WorkloadPrompt], until: float = math.inf) -> RuntimeRecord:
-        from autotune.recording.traces import RecordingTimes
+        from autotune.recording.traces import RecordingTimes, record_traces
 
-        workload = Workload(self.inputs.tune.name, "tune", tuple(prompts))
-        traces = self.inputs.traces(self.inputs.variants, workload, times=RecordingTimes.until(until, ANSWERS_SHARE))
+        tuning = self.tuning
+        workload = Workload(tuning.tune.name, "tune", tuple(prompts))
+        traces = record_traces(
+            tuning.pool,
+            tuning.variants,
+            workload,
+            tuning.folder,
+            self.console,
+            bounds=tuning.bounds,
+            times=RecordingTimes.until(until, ANSWERS_SHARE),
+        )
         answers = [
             Decoded(
                 arm=AR,
@@ -117,7 +129,7 @@ class RuntimeBackend(Backend):
             )
             for prompt, tokens in zip(prompts, traces[0].answers, strict=False)
         ]
-        self.recorded = RuntimeRecord(self.inputs, workload.cut(len(answers)), traces, answers)
+        self.recorded = RuntimeRecord(tuning, workload.cut(len(answers)), traces, answers)
         return self.recorded
 
     def price(self, recorded: RuntimeRecord, until: float = math.inf) -> RuntimePrices:
@@ -137,11 +149,11 @@ class RuntimeBackend(Backend):
     def arm(self, configuration: Configuration | None) -> Iterator[Any]:
         from autotune.evaluation.runtime_arms import arms_of_pool
 
-        arms = arms_of_pool(self.inputs.model_pool, None)
+        arms = arms_of_pool(self.tuning.pool, None)
         yield arms.plain if configuration is None else arms.arm(configuration.label, self._priced(configuration))
 
     def deploy(self, configuration: Configuration | None) -> OperatingPoint:  # type: ignore[override]
-        return self.inputs.model_pool.point(configuration and self._priced(configuration))  # type: ignore[no-any-return]
+        return self.tuning.pool.point(configuration and self._priced(configuration))  # type: ignore[no-any-return]
 
     def _priced(self, configuration: Configuration) -> Configuration:
         """The configuration with the prices that its tree needs, once prompts are recorded."""

@@ -8,10 +8,11 @@ result does not depend on which worker did what.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,22 +24,16 @@ from autotune.errors import UserError
 from autotune.files import content_key
 from autotune.replay.evaluator import Candidate, Evaluator
 from autotune.replay.replay import Replay
+from autotune.search import thresholds
 from autotune.study.ledger import Ledger, Record
 from autotune.study.storage import optuna_storage
 from autotune.trees.policy import POLICIES
 from autotune.trees.tree import Floats
 
-NUM_SWEPT = 2048  # trees of each policy and subnet; a power of two, for Sobol's sequence
-SWEEP_SIZE = 256  # trees in a unit of work
-NUM_UNIT_TRIALS = 50
-# A sweep is replayed over one in FIRST_PROMPTS prompts of each task (two at least), and only its fastest trees over all
-# prompts: NUM_PROMOTED overall, and NUM_TASK_PROMOTED for each task.
-FIRST_PROMPTS = 3
-NUM_PROMOTED = 64
-NUM_TASK_PROMOTED = 8
-# The fastest trees in the record of a unit, and the fastest of each task. TPE starts from NUM_KEPT trees of all sweeps.
-NUM_KEPT = 24
-NUM_TASK_KEPT = 2
+if TYPE_CHECKING:
+    from autotune.search.tuning import Tuning
+    from autotune.search.tuning_prompts import TuningPrompts
+
 UNIT = "unit"  # attribute of an Optuna trial: the number of trials before its unit
 
 
@@ -92,13 +87,33 @@ def search_trees(
     for task in stage.task_prompts:
         leaders = [leader for record in records for leader in record["of_task"].get(task, ())]
         leaders.sort(key=lambda leader: (leader["ms"], content_key(leader["candidate"])))
-        of_tasks += _candidates(leader["candidate"] for leader in leaders[:NUM_KEPT])
+        of_tasks += _candidates(leader["candidate"] for leader in leaders[: thresholds.NUM_KEPT])
     return TreeSearchResult(
         fastest=sorted(fastest.values(), key=lambda candidate: candidate.rank),
         fastest_of_tasks=of_tasks,
         num_replayed=sum(record["num_replayed"] for record in records),
         optuna_study=stage.optuna_study,
     )
+
+
+def tune_trees(tuning: Tuning, prompts: TuningPrompts) -> TreeSearchResult:
+    """The stage of a search that finds the fastest configurations by replay of the choosing prompts."""
+    evaluator, settings = prompts.choosing, tuning.settings
+    table, bounds = evaluator.table.content_hash, tuning.bounds.model_dump()
+    with tuning.console.stage("tree search") as update:
+        result = search_trees(
+            evaluator,
+            tuning.space,
+            tuning.ledger,
+            num_trials=settings.num_trials,
+            documents=[tuning.pool.key, tuning.tune_key, thresholds.CONFIRMING, table, bounds],
+            seed=settings.seed,
+            deadline=max(tuning.clock.deadline_of("tree search"), time.monotonic() + thresholds.MIN_TREE_SEARCH_S),
+            report=update,
+        )
+    plain = f"plain decoding: {evaluator.ar_ms_per_token:.2f} ms/token"
+    tuning.console.say(f"{result.num_replayed:,} configurations replayed; {plain}")
+    return result
 
 
 def _candidates(records: Iterable[Record]) -> Iterator[Candidate]:
@@ -117,7 +132,7 @@ class _TreeStage:
         self.key = content_key([documents, variants_json(self.variants), space.model_dump()["trees"], seed])
         tasks = np.array(evaluator.tasks)
         self.task_prompts = {task: np.flatnonzero(tasks == task) for task in dict.fromkeys(evaluator.tasks)}
-        first = [prompts[: max(2, len(prompts) // FIRST_PROMPTS)] for prompts in self.task_prompts.values()]
+        first = [prompts[: max(2, len(prompts) // thresholds.FIRST_REPLAYED)] for prompts in self.task_prompts.values()]
         self.first_prompts = np.sort(np.concatenate(first))
         policies = [policy for policy in space.trees if not POLICIES[policy].is_template()]
         self.sampled_policies = [policy for policy in policies if space.enumerated(policy) is None]
@@ -129,7 +144,9 @@ class _TreeStage:
         on, so that a search that is cut short has tried every policy.
         """
         units: dict[str, Callable[[], Record]] = {}
-        for part, variant, policy in itertools.product(range(NUM_SWEPT // SWEEP_SIZE), self.variants, self.space.trees):
+        for part, variant, policy in itertools.product(
+            range(thresholds.NUM_SWEPT // thresholds.SWEEP_SIZE), self.variants, self.space.trees
+        ):
             if part == 0 or policy in self.sampled_policies:
                 key = content_key([self.key, part, policy, *variants_json([variant])[0]])
                 units[key] = partial(self._sweep, part, policy, variant)
@@ -139,7 +156,9 @@ class _TreeStage:
         if POLICIES[policy].is_template():
             trees = self.evaluator.template_trees(variant, self.space.values(policy))
         else:
-            sweep = partial(self.space.sweep, policy, SWEEP_SIZE, self.seed, first=part * SWEEP_SIZE)
+            sweep = partial(
+                self.space.sweep, policy, thresholds.SWEEP_SIZE, self.seed, first=part * thresholds.SWEEP_SIZE
+            )
             trees = self.space.enumerated(policy) or sweep()
         configurations = [self._configuration(variant, tree) for tree in trees]
         fastest = self._promoted(configurations)
@@ -147,10 +166,10 @@ class _TreeStage:
 
     def _promoted(self, configurations: list[Configuration]) -> list[Configuration]:
         """The configurations that are worth a replay over all prompts."""
-        if len(configurations) <= NUM_PROMOTED or 2 * len(self.first_prompts) > len(self.evaluator.tasks):
+        if len(configurations) <= thresholds.NUM_PROMOTED or 2 * len(self.first_prompts) > len(self.evaluator.tasks):
             return configurations
         ms = np.array([result.decode_ms for result in self.evaluator.replay_many(configurations, self.first_prompts)])
-        fastest, by_task = self._leaders(ms, NUM_PROMOTED, NUM_TASK_PROMOTED)
+        fastest, by_task = self._leaders(ms, thresholds.NUM_PROMOTED, thresholds.NUM_TASK_PROMOTED)
         return [configurations[row] for row in sorted({*fastest, *itertools.chain(*by_task.values())})]
 
     def _leaders(self, ms: Floats, count: int, task_count: int) -> tuple[list[int], dict[str, list[int]]]:
@@ -176,7 +195,7 @@ class _TreeStage:
         def candidate(row: int) -> Record:
             return self.evaluator.candidate(configurations[row], results[row]).model_dump(mode="json")
 
-        leaders, task_leaders = self._leaders(ms, NUM_KEPT, NUM_TASK_KEPT)
+        leaders, task_leaders = self._leaders(ms, thresholds.NUM_KEPT, thresholds.NUM_TASK_KEPT)
         fastest = [candidate(row) for row in leaders]
         of_task = {
             task: [{"ms": float(ms[row, self.task_prompts[task]].sum()), "candidate": candidate(row)} for row in rows]
@@ -200,13 +219,13 @@ class _TreeStage:
         candidates = (candidate for record in swept for candidate in _candidates(record["fastest"]))
         ranked = sorted((c for c in candidates if c.policy in self.sampled_policies), key=lambda c: c.rank)
         units = {}
-        for first in range(0, num_trials, NUM_UNIT_TRIALS):
-            count = min(NUM_UNIT_TRIALS, num_trials - first)
+        for first in range(0, num_trials, thresholds.NUM_UNIT_TRIALS):
+            count = min(thresholds.NUM_UNIT_TRIALS, num_trials - first)
             key = content_key([self.key, "sampled", first, count])
-            units[key] = partial(self._sample, ranked[:NUM_KEPT], first, count)
+            units[key] = partial(self._sample, ranked[: thresholds.NUM_KEPT], first, count)
 
         def report_trials(done: int, of: int) -> None:
-            report(min(num_trials, done * NUM_UNIT_TRIALS), num_trials)
+            report(min(num_trials, done * thresholds.NUM_UNIT_TRIALS), num_trials)
 
         # Optuna creates its tables in steps that must not run in two workers at once.
         create = partial(optuna.storages.get_storage, optuna_storage(self.ledger.storage))

@@ -17,10 +17,10 @@ from autotune.evaluation.runtime_arms import DecoderArm
 from autotune.measuring.settings import CostSettings
 from autotune.modeling.graph_memory import graph_memory
 from autotune.report.sources import find_sources
-from autotune.search import pipeline, thresholds
+from autotune.search import thresholds
 from autotune.search.pipeline import search
-from autotune.search.plan import StageClock
-from autotune.search.profile_selection import ProfileSelection
+from autotune.search.clock import StageClock
+
 from autotune.study.ledger import Ledger
 from autotune.study.search_settings import SearchSettings
 from tests.cli.test_end_to_end import write_small_job
@@ -70,7 +70,7 @@ def test_the_study_of_a_cut_search_has_its_records(
     deadline_of = StageClock.deadline_of
     late = {"traces": time.monotonic() - 1}
     monkeypatch.setattr(StageClock, "deadline_of", lambda clock, name: late.get(name) or deadline_of(clock, name))
-    monkeypatch.setattr(pipeline, "MIN_TRACED_PROMPTS", 2)
+    monkeypatch.setattr(thresholds, "MIN_TRACED_PROMPTS", 2)
     estimated_search(pair, tmp_path, num_trials=2)
     assert "2 of 4 prompts were recorded" in capsys.readouterr().err
     found = find_sources(tmp_path / "profile.json")

@@ -1,0 +1,40 @@
+"""Real runs of a search: configurations beside plain decoding, timed by one runner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from autotune.cost.table import CostTable
+from autotune.documents.configuration import Configuration
+from autotune.evaluation.arms import Arm
+from autotune.evaluation.race import Fastest, Race, TimeLimit, race
+from autotune.evaluation.runtime_arms import arms_of_pool
+from autotune.search.tuning import Tuning
+from autotune.study.storage import RUNS
+from autotune.workloads.prompt import WorkloadPrompt
+
+
+class Races:
+    """Runs arms on the CPU threads of a cost table."""
+
+    def __init__(self, tuning: Tuning, table: CostTable) -> None:
+        self.console = tuning.console
+        self.arms = arms_of_pool(tuning.pool, table)
+        context = [tuning.pool.key, (table.threads, table.prefill_threads)]
+        self.runner = self.arms.runner(tuning.folder / RUNS, context=context)
+
+    def run(
+        self,
+        name: str,
+        configurations: Mapping[str, Configuration],
+        prompts: Sequence[WorkloadPrompt],
+        rule: Fastest,
+        time_limit: TimeLimit,
+        *,
+        seed: int,
+        others: Sequence[Arm] = (),
+    ) -> Race:
+        """A race of plain decoding, configurations by the names of their arms, and ``others``."""
+        arms = [self.arms.plain, *(self.arms.arm(arm, c) for arm, c in configurations.items()), *others]
+        with self.console.stage(f"{name}, measured", rule.passes * len(prompts)) as update:
+            return race(self.runner, arms, prompts, rule, time_limit=time_limit, seed=seed, report=update)
