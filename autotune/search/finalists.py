@@ -157,7 +157,7 @@ def measure_finalists(
     order = np.arange(len(plain_ms)) % len(prompts.confirming.tasks)
     ratio = sum(plain_ms) / prompts.confirming.ar_ms[order].sum()
     console.say(f"plain decoding took {ratio:.2f} times as long as the cost table predicts")
-    leading = leaders([*trees.fastest, *trees.fastest_of_tasks], first)
+    leading = leaders(trees.fastest, first)
     again = Entrants(
         {first.winner.name: first.winner.configuration, **_named(leading, after=len(whole.finalists))},
         {},

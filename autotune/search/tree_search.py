@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,6 @@ from autotune.search import thresholds
 from autotune.study.ledger import Ledger, Record
 from autotune.study.storage import optuna_storage
 from autotune.trees.policy import POLICIES
-from autotune.trees.tree import Floats
 
 if TYPE_CHECKING:
     from autotune.search.tuning import Tuning
@@ -43,8 +42,6 @@ class TreeSearchResult:
 
     fastest: list[Candidate]
     """Over all prompts, the fastest first."""
-    fastest_of_tasks: list[Candidate]
-    """Over the prompts of each task, task by task, the fastest first."""
     num_replayed: int
     """Number of configurations that all workers have replayed."""
     optuna_study: str
@@ -83,14 +80,8 @@ def search_trees(
     fastest = {candidate.key: candidate for record in records for candidate in _candidates(record["fastest"])}
     if not fastest:
         raise UserError(f"no tree of space {space.name} was found within the budget; raise it, or widen the space")
-    of_tasks: list[Candidate] = []
-    for task in stage.task_prompts:
-        leaders = [leader for record in records for leader in record["of_task"].get(task, ())]
-        leaders.sort(key=lambda leader: (leader["ms"], content_key(leader["candidate"])))
-        of_tasks += _candidates(leader["candidate"] for leader in leaders[: thresholds.NUM_KEPT])
     return TreeSearchResult(
         fastest=sorted(fastest.values(), key=lambda candidate: candidate.rank),
-        fastest_of_tasks=of_tasks,
         num_replayed=sum(record["num_replayed"] for record in records),
         optuna_study=stage.optuna_study,
     )
@@ -120,6 +111,12 @@ def _candidates(records: Iterable[Record]) -> Iterator[Candidate]:
     return (Candidate.model_validate(record, strict=False) for record in records)
 
 
+def _fastest(results: Sequence[Replay], count: int) -> list[int]:
+    """Indices of the results with the shortest times over all prompts."""
+    ms = [float(result.decode_ms.sum()) for result in results]
+    return sorted(range(len(ms)), key=ms.__getitem__)[:count]
+
+
 class _TreeStage:
     """The units of one tree search."""
 
@@ -131,8 +128,8 @@ class _TreeStage:
         self.variants = list(evaluator.traces)
         self.key = content_key([documents, variants_json(self.variants), space.model_dump()["trees"], seed])
         tasks = np.array(evaluator.tasks)
-        self.task_prompts = {task: np.flatnonzero(tasks == task) for task in dict.fromkeys(evaluator.tasks)}
-        first = [prompts[: max(2, len(prompts) // thresholds.FIRST_REPLAYED)] for prompts in self.task_prompts.values()]
+        of_tasks = [np.flatnonzero(tasks == task) for task in dict.fromkeys(evaluator.tasks)]
+        first = [prompts[: max(2, len(prompts) // thresholds.FIRST_REPLAYED)] for prompts in of_tasks]
         self.first_prompts = np.sort(np.concatenate(first))
         policies = [policy for policy in space.trees if not POLICIES[policy].is_template()]
         self.sampled_policies = [policy for policy in policies if space.enumerated(policy) is None]
@@ -168,42 +165,18 @@ class _TreeStage:
         """The configurations that are worth a replay over all prompts."""
         if len(configurations) <= thresholds.NUM_PROMOTED or 2 * len(self.first_prompts) > len(self.evaluator.tasks):
             return configurations
-        ms = np.array([result.decode_ms for result in self.evaluator.replay_many(configurations, self.first_prompts)])
-        fastest, by_task = self._leaders(ms, thresholds.NUM_PROMOTED, thresholds.NUM_TASK_PROMOTED)
-        return [configurations[row] for row in sorted({*fastest, *itertools.chain(*by_task.values())})]
-
-    def _leaders(self, ms: Floats, count: int, task_count: int) -> tuple[list[int], dict[str, list[int]]]:
-        """The rows of ``ms`` [configurations, prompts] with the smallest sums over all prompts, and over each
-        task's.
-        """
-
-        def smallest(sums: Floats, count: int) -> list[int]:
-            return np.argsort(sums, kind="stable")[:count].tolist()
-
-        by_task = {task: smallest(ms[:, prompts].sum(1), task_count) for task, prompts in self.task_prompts.items()}
-        return smallest(ms.sum(1), count), by_task
+        rows = _fastest(self.evaluator.replay_many(configurations, self.first_prompts), thresholds.NUM_PROMOTED)
+        return [configurations[row] for row in sorted(rows)]
 
     def _configuration(self, variant: DraftVariant, tree: Tree) -> Configuration:
         return self.evaluator.resolve(Configuration(tree=tree, draft=variant[0], subnet=variant[1]))
 
     def _record(self, configurations: list[Configuration], results: list[Replay], *, num_replayed: int) -> Record:
-        """The record of a unit: its fastest candidates, over all prompts and over the prompts of each task."""
-        if not results:
-            return {"num_replayed": 0, "fastest": [], "of_task": {}}
-        ms = np.array([result.decode_ms for result in results])
-
-        def candidate(row: int) -> Record:
-            return self.evaluator.candidate(configurations[row], results[row]).model_dump(mode="json")
-
-        leaders, task_leaders = self._leaders(ms, thresholds.NUM_KEPT, thresholds.NUM_TASK_KEPT)
-        fastest = [candidate(row) for row in leaders]
-        of_task = {
-            task: [{"ms": float(ms[row, self.task_prompts[task]].sum()), "candidate": candidate(row)} for row in rows]
-            for task, rows in task_leaders.items()
-        }
-        best = min(_candidates(fastest), key=lambda candidate: candidate.rank)
-        self.best = min(self.best or best, best, key=lambda candidate: candidate.rank)
-        return {"num_replayed": num_replayed, "fastest": fastest, "of_task": of_task}
+        """The record of a unit: its fastest candidates."""
+        rows = _fastest(results, thresholds.NUM_KEPT)
+        fastest = [self.evaluator.candidate(configurations[row], results[row]) for row in rows]
+        self.best = min([*fastest, *([self.best] if self.best else [])], key=lambda one: one.rank, default=None)
+        return {"num_replayed": num_replayed, "fastest": [one.model_dump(mode="json") for one in fastest]}
 
     def sample(
         self, swept: list[Record], num_trials: int, deadline: float | None, report: Callable[[int, int], None]
