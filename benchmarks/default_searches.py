@@ -3,9 +3,8 @@ the winner lies from its measurement.
 
 Conditions: ``quiet``; ``busy``, beside a process that burns a core in every second second; ``burning``, beside one that
 always does; and ``bursts``, beside three processes that burn for three seconds out of every ten while the cost table is
-measured. Prints for every search how long it took, the speedup that was predicted for the last operating point and the
-one that held-out prompts measured, how many of them, and what tuning gained over the best published default; then
-medians by condition. A default search takes five minutes.
+measured. Prints for every search how long it took, the speedup that was predicted and the one that held-out prompts
+measured, how many of them, and what tuning gained over the best published default; then medians by condition. A default search takes five minutes.
 
     python benchmarks/default_searches.py quiet quiet busy busy bursts [--results FILE.jsonl] [-- --budget 2m]
 """
@@ -98,7 +97,6 @@ def searched(condition: str, arguments: tuple[str, ...], log: Path | None) -> di
         "high": over_plain[0].ci95[1] if over_plain else float("nan"),
         "over default": over_default[0].speedup if over_default else float("nan"),
         "prompts": over_plain[0].num_prompts if over_plain else 0,
-        "points": len(profile.points),
     }
 
 

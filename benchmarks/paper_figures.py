@@ -1,6 +1,6 @@
 """Writes the figures that the papers show of their own runs, for a profile or study, as one CSV file for each.
 
-Replayed from the tuning prompts, for every operating point: correlation of the root's entropy between rounds and gain
+Replayed from the tuning prompts: correlation of the root's entropy between rounds and gain
 by answer length (SAGE, figures 2 and 3), accepted nodes by layer and position and parents by entropy (WETAP, figures 2
 and 3), and the children that the root needs. Measured: shares of time (SAGE, table 6). Estimated from datasheets:
 operations of every screened subnet, and its speedup on every device (STAR, figure 3a and table 3); these rank subnets
@@ -135,11 +135,12 @@ def root_proposals(trace: Trace, prompt: int, decoded: Sequence[ReplayedRound]) 
     return entropies, np.where(is_next.any(1), is_next.argmax(1), -1)
 
 
-def gain_by_length(sources: Sources, number: int, trace: Trace, prompts: Sequence[int]) -> pd.DataFrame:
+def gain_by_length(sources: Sources, trace: Trace, prompts: Sequence[int]) -> pd.DataFrame:
     """Tokens per round, and the predicted speedup where replay has prices, by the number of an answer's tokens (SAGE,
     figure 3).
     """
-    evaluator, point = sources.evaluator, sources.points[number]
+    assert sources.profile is not None
+    evaluator, point = sources.evaluator, sources.profile.point
     configuration = configuration_of(point)
     assert point.tree is not None and configuration is not None
     tokens = np.diff(trace.answer_start)[prompts]
@@ -155,24 +156,24 @@ def gain_by_length(sources: Sources, number: int, trace: Trace, prompts: Sequenc
     return sums[["prompts"]].assign(**gains).reset_index()
 
 
-def decoding_figures(sources: Sources, number: int) -> dict[str, pd.DataFrame]:
-    """The figures of a point by name; empty if its draft was not recorded."""
-    trace = sources.trace_of(sources.points[number])
+def decoding_figures(sources: Sources) -> dict[str, pd.DataFrame]:
+    """The figures of a profile by name; empty if its draft was not recorded."""
+    trace = sources.trace
     if trace is None:
         return {}
-    decoded = {prompt: sources.rounds_of(number, prompt) for prompt in sources.prompts_of(number)}
+    decoded = {prompt: sources.rounds_of(prompt) for prompt in range(trace.num_prompts)}
     decoded = {prompt: of_prompt for prompt, of_prompt in decoded.items() if of_prompt}
     if not decoded:
         return {}
     roots = [root_proposals(trace, prompt, of_prompt) for prompt, of_prompt in decoded.items()]
     pooled = list(itertools.chain.from_iterable(decoded.values()))
-    shares = time_shares([run for run in evidence_runs(sources, number) if run.get("verify_ms")])
+    shares = time_shares([run for run in evidence_runs(sources) if run.get("verify_ms")])
     return {
         "autocorrelation": autocorrelation([entropies for entropies, _ in roots]),
         "accepted-positions": accepted_positions(pooled),
         "parents-by-entropy": parents_by_entropy(pooled),
         "children-by-entropy": ranks_by_entropy(*(np.concatenate(parts) for parts in zip(*roots, strict=True))),
-        "gain-by-length": gain_by_length(sources, number, trace, [*decoded]),
+        "gain-by-length": gain_by_length(sources, trace, [*decoded]),
         "time-shares": pd.DataFrame(shares.items(), columns=["part", "share"]),
     }
 
@@ -265,9 +266,7 @@ def on_front(costs: NDArray[np.number], gains: NDArray[np.number]) -> NDArray[np
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("paper-figures"), show_default=True)
 def main(source: Path, output: Path) -> None:
     sources = find_sources(source)
-    tables = {"subnet-operations": subnet_operations(sources)}
-    for number in range(len(sources.points)):
-        tables |= {f"point-{number}-{name}": frame for name, frame in decoding_figures(sources, number).items()}
+    tables = {"subnet-operations": subnet_operations(sources), **decoding_figures(sources)}
     output.mkdir(parents=True, exist_ok=True)
     for name, frame in tables.items():
         if len(frame):

@@ -1,8 +1,6 @@
 """Decodes held-out prompts with several profiles in turns, and compares their times with those of the first one.
 
-The first profile chooses its operating points by the labels of the prompts, the others without. Checks that all answers
-equal plain decoding's. Drafts are those that the profiles name: of a profile of an earlier version, give the ids as
-folders. Takes about 4 minutes for 64 prompts and three profiles.
+Checks that all answers equal plain decoding's. Drafts are those that the profiles name. Takes about 4 minutes for 64 prompts and three profiles.
 
     python benchmarks/profiles.py FIRST.json OTHER.json ... [--prompts 64] [--repeats 2]
 """
@@ -34,7 +32,7 @@ def main(profiles: tuple[Path, ...], prompts: int, repeats: int) -> None:
     torch.set_num_threads(first.threads or torch.get_num_threads())
     decoders = {str(path): autotune.load(path, target=model) for path in profiles}
     decoders[AR] = autotune.Decoder(target=model, draft=None, processor=processor)
-    labelled, order = str(profiles[0]), random.Random(0)
+    order = random.Random(0)
     workload = load_workload(first.workload.name, "evaluate", num_prompts=prompts)
     for decoder in decoders.values():  # warm up
         decoder.generate(**workload.prompts[0].inputs(processor), **workload.prompts[0].settings.generation)
@@ -44,8 +42,7 @@ def main(profiles: tuple[Path, ...], prompts: int, repeats: int) -> None:
             inputs, answers = prompt.inputs(processor), set()
             times: dict[str, list[float]] = {name: [] for name in decoders}
             for name in [name for _ in range(repeats) for name in order.sample(list(decoders), len(decoders))]:
-                label = prompt.settings.task if name == labelled else None
-                out = decoders[name].generate(**inputs, **prompt.settings.generation, workload=label)
+                out = decoders[name].generate(**inputs, **prompt.settings.generation)
                 times[name].append(out.stats.decode_ms)
                 answers.add(tuple(out.sequences[0].tolist()))
             assert len(answers) == 1, f"prompt {done}: the answers differ"
@@ -61,7 +58,7 @@ def main(profiles: tuple[Path, ...], prompts: int, repeats: int) -> None:
     console.table(
         f"{prompts} held-out prompts; all answers equal plain decoding's",
         ["profile", "speedup over plain decoding", "over the first profile"],
-        [[name, ratio(AR, name), ratio(labelled, name)] for name in map(str, profiles)],
+        [[name, ratio(AR, name), ratio(str(profiles[0]), name)] for name in map(str, profiles)],
     )
 
 

@@ -67,7 +67,7 @@ def engine_profile(
         )
         for name, speedup in (("ar", 1.0), ("tuned", 1.5))
     ]
-    changed = {"backend": "llama.cpp", "points": [point], "precision": "Q4_1"}
+    changed = {"backend": "llama.cpp", "point": point, "precision": "Q4_1"}
     found = Evidence(compared=arms, engine=engine).model_copy(update=evidence)
     return decoding_profile().model_copy(update={**changed, "evidence": found})
 

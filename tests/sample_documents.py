@@ -219,6 +219,6 @@ def decoding_profile(
         workload=workload,
         hardware=hardware,
         precision="float32",
-        points=[OperatingPoint(draft=choice, tree=policy, predicted=predicted, measured=None)],
+        point=OperatingPoint(draft=choice, tree=policy, predicted=predicted, measured=None),
         evidence=Evidence(),
     )

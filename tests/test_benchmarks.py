@@ -152,4 +152,4 @@ def test_the_gpu_battery_runs_to_its_end_without_a_gpu(tmp_path: Path) -> None:
         table = CostTable.load(tmp_path / "documents" / f"{name}.cost.json")
         assert (table.mode, table.device.key) == (CUDA_GRAPH, table.device.key) and table.drafts
     for name in ("smollm2", "Llama-3.1-8B"):
-        assert DecodingProfile.load(tmp_path / "documents" / f"{name}.json").points
+        assert DecodingProfile.load(tmp_path / "documents" / f"{name}.json").point

@@ -271,7 +271,7 @@ def test_quick_start_in_processes_of_its_own(tmp_path: Path, postgresql: str) ->
             command += f" {quick}" + ("" if " -o " in command else f" -o profile{number}.json")
         run(command)
         if "--gpu h100" in command:
-            point = json.loads((tmp_path / "h100.json").read_text())["points"][0]
+            point = json.loads((tmp_path / "h100.json").read_text())["point"]
             assert point["measured"] is None and point["predicted"]["estimated"]
     (tmp_path / "example.py").write_text(blocks(README, "python")[0])
     assert run(f"{sys.executable} example.py").strip()

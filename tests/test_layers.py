@@ -69,7 +69,6 @@ TORCH_FREE = (
     "search.backends",
     "search.engine_tuning",
     "search.evidence",
-    "search.operating_points",
     "search.thresholds",
     "search.tree_search",
     "strict_parsing",

@@ -50,7 +50,7 @@ class Contender:
     @property
     def trees(self) -> object:
         """The choices from which counts follow."""
-        return [point.model_dump(exclude={"predicted", "measured", "fallback"}) for point in self.profile.points]
+        return self.profile.point.model_dump(exclude={"predicted", "measured", "fallback"})
 
 
 def require_comparable(base: DecodingProfile, head: DecodingProfile, label: str) -> None:
@@ -128,7 +128,7 @@ class Comparison:
             return Gate(name=TIME, workload=workload.name, verdict="passed", summary=same), None
         key = content_key([base.key, base.label, head.key, workload.sha256, self.seed, decoded.hardware.key])
         ledger = CHECKS / f"{key}.jsonl"
-        are_lossless = all(point.lossless for side in (base, head) for point in side.profile.points)
+        are_lossless = base.profile.point.lossless and head.profile.point.lossless
         rule = NotSlower(self.design, budget_s, self.seed, must_agree=not decoded.rounding and are_lossless)
         measured = self._race(decoded, rule, ArmRunner(ledger), budget_s)
         if rule.analysis is None:

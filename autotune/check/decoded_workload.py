@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 from autotune.check.counts import counts_gate
 from autotune.check.result import COUNTS, LOSSLESS, SPEEDUP, Gate, GateVerdict, Timing, WorkloadResult
-from autotune.check.worker_process import WorkerRequest
 from autotune.console import Console
 from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import TUNED, DecodingProfile
@@ -49,8 +49,8 @@ class DecodedWorkload:
     """Prompts whose counts differed the second time."""
     gates: Sequence[Gate] = ()
     """Further gates, which the backend alone has."""
-    requests: Mapping[str, WorkerRequest] = field(default_factory=dict)
-    """The inputs of workers by prompt, where there are workers."""
+    requests: Mapping[str, Path] = field(default_factory=dict)
+    """Files of the inputs of workers by prompt, where there are workers."""
 
     @cached_property
     def summary(self) -> Summary:
@@ -58,7 +58,7 @@ class DecodedWorkload:
 
     @property
     def prices(self) -> list[RoundPrice | None]:
-        return [self.profile.points[run.point].fallback for run in self.runs]
+        return [self.profile.point.fallback for _ in self.runs]
 
     def result(self, timing: Timing | None) -> WorkloadResult:
         return WorkloadResult(
@@ -81,7 +81,7 @@ class DecodedWorkload:
         return Gate(name=name, workload=self.workload.name, verdict="skipped", summary=reason)
 
     def lossless_gate(self) -> Gate:
-        """Fails if an answer of a lossless point differs from plain decoding, and not by rounding."""
+        """Fails if an answer of a lossless profile differs from plain decoding, and not by rounding."""
         summary = self.summary
         verdict: GateVerdict = "passed"
         if self.divergences:
@@ -91,7 +91,7 @@ class DecodedWorkload:
             "warned": f"{len(self.divergences)} outputs differ from plain decoding: {self.rounding}",
             "failed": "the output differs from plain decoding",
         }[verdict]
-        if not all(point.lossless for point in self.profile.points):
+        if not self.profile.point.lossless:
             text += ", LOSSY profile"
         details = [f"{name}: output differs at {divergence}" for name, divergence in self.divergences.items()]
         return Gate(name=LOSSLESS, workload=self.workload.name, verdict=verdict, summary=text, details=details)

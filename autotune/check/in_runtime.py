@@ -17,7 +17,7 @@ from autotune.check.decoded_workload import DecodedWorkload, decode_all
 from autotune.check.evidence import evidence_for
 from autotune.check.revision import checked_out
 from autotune.check.settings import CheckSettings
-from autotune.check.worker_process import Side, WorkerProcess, WorkerRequest
+from autotune.check.worker_process import Side, WorkerProcess
 from autotune.console import Console
 from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import TUNED, DecodingProfile
@@ -93,13 +93,13 @@ def _decode(
     )
 
 
-def _write_requests(decoded: DecodedWorkload, arms: RuntimeArms, folder: Path) -> dict[str, WorkerRequest]:
+def _write_requests(decoded: DecodedWorkload, arms: RuntimeArms, folder: Path) -> dict[str, Path]:
     folder.mkdir(parents=True, exist_ok=True)
     requests = {}
-    for number, (prompt, run) in enumerate(zip(decoded.workload.prompts, decoded.runs, strict=True)):
+    for number, prompt in enumerate(decoded.workload.prompts):
         path = folder / f"{number}.safetensors"
         save_tensors(path, prompt.inputs(arms.processor))
-        requests[prompt.name] = WorkerRequest(path, run.point)
+        requests[prompt.name] = path
     return requests
 
 
@@ -124,7 +124,7 @@ def open_workers(settings: CheckSettings, folder: Path) -> Iterator[tuple[Conten
 
 def _contender(side: Side, device: str, folder: Path) -> Contender:
     document = DecodingProfile.load(side.profile)
-    choices = [point.model_dump(exclude={"predicted", "measured"}) for point in document.points]
+    choices = document.point.model_dump(exclude={"predicted", "measured"})
     steps = [document.mode, document.capture_sizes, document.threads, document.precision, document.target.sha256]
     code = sha256_of(*sorted(path for pattern in CODE for path in side.code.glob(pattern)))
     side = replace(side, profile=_without_evidence(side.profile, folder / f"{side.name}.json"))
@@ -142,7 +142,7 @@ def _contender(side: Side, device: str, folder: Path) -> Contender:
 def _without_evidence(profile: Path, copy: Path) -> Path:
     """Copy a profile without its evidence, which the code of the base may not know, with paths of models beside it."""
     content = {**read_json(profile), "evidence": {}}
-    for model in (content["target"], *(point["draft"] for point in content["points"] if point["draft"])):
+    for model in filter(None, (content["target"], content["point"]["draft"])):
         model["id"] = beside(profile, model["id"])
     write_bytes(copy, json.dumps(content).encode())
     return copy

@@ -63,7 +63,7 @@ def run_check(settings: CheckSettings, console: Console, restore: Restore | None
         profile=str(settings.profile),
         hardware=decoded[0].hardware,
         target=profile.target,
-        lossless=all(point.lossless for point in profile.points),
+        lossless=profile.point.lossless,
         against=None if sides is None else sides[0].label,
         workloads=[one.result(timing) for one, timing in zip(decoded, timings, strict=True)],
         gates=gates,

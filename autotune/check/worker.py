@@ -55,7 +55,7 @@ class SideDecoder:
         inputs = load_file(request["inputs"], device=str(self.decoder.target_model.device))
         gc.collect()  # else one prompt would pay for the garbage of another
         watch = Stopwatch()
-        output = self.decoder.generate(**inputs, **request["settings"], workload=request["task"], streamer=watch)
+        output = self.decoder.generate(**inputs, **request["settings"], streamer=watch)
         stats = output.stats
         tokens = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
         return {

@@ -22,16 +22,6 @@ WORKER = Path(__file__).with_name("worker.py")
 
 
 @dataclass(frozen=True)
-class WorkerRequest:
-    """A prompt for workers, processed once for both sides."""
-
-    inputs: Path
-    """A safetensors file."""
-    point: int
-    """Index of the operating point that decodes it."""
-
-
-@dataclass(frozen=True)
 class Side:
     """One side of a comparison: its code, its profile and its environment."""
 
@@ -52,10 +42,10 @@ class WorkerProcess(Arm, AbstractContextManager["WorkerProcess"]):
     No times of the prefill are known of it, so that no run is ever taken for a disturbed one and repeated.
 
     Args:
-        requests: by name of the prompt.
+        requests: safetensors files of inputs by name of the prompt, which are processed once for both sides.
     """
 
-    def __init__(self, side: Side, requests: Mapping[str, WorkerRequest], *, device: str, log: Path) -> None:
+    def __init__(self, side: Side, requests: Mapping[str, Path], *, device: str, log: Path) -> None:
         self.name = self.key = side.name
         self.side, self.requests, self.log = side, requests, log
         options = {"device": device, **({} if side.dtype is None else {"dtype": side.dtype})}
@@ -89,8 +79,8 @@ class WorkerProcess(Arm, AbstractContextManager["WorkerProcess"]):
             self._is_ready = True
 
     def prepare(self, prompts: Sequence[WorkloadPrompt]) -> None:
-        """Warm up: decode the start of one coming prompt for each operating point."""
-        for prompt in {self.requests[prompt.name].point: prompt for prompt in prompts}.values():
+        """Warm up: decode the start of the last coming prompt."""
+        for prompt in prompts[-1:]:
             few = min(WARM_UP_TOKENS, prompt.settings.max_new_tokens)
             self._decode(prompt, {**prompt.settings.generation, "max_new_tokens": few})
 
@@ -100,8 +90,8 @@ class WorkerProcess(Arm, AbstractContextManager["WorkerProcess"]):
 
     def _decode(self, prompt: WorkloadPrompt, settings: Mapping[str, Any]) -> dict[str, Any]:
         self.wait()
-        inputs = str(self.requests[prompt.name].inputs)
-        self._write({"inputs": inputs, "settings": settings, "task": prompt.settings.task})
+        inputs = str(self.requests[prompt.name])
+        self._write({"inputs": inputs, "settings": settings})
         return self._read()
 
     def __exit__(self, *_: object) -> None:

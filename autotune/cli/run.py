@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 @click.option("--image", "images", multiple=True, type=click.Path(path_type=Path), help="Image file. Repeatable.")
 @click.option("--workload", default=None, help="Decode the evaluation prompts of a workload instead of one prompt.")
 @options.workload_format
-@click.option("--task", default=None, help="Task of the request, for profiles with an operating point for it.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Longest answer.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy decoding.")
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus of the sampled tokens.")

@@ -60,7 +60,7 @@ def command(
 
     def announce(max_model_len: int | None = None) -> None:
         length = "" if max_model_len is None else f", prompts and answers of up to {max_model_len} tokens"
-        lossy = "" if all(point.lossless for point in document.points) else "; LOSSY, by the profile"
+        lossy = "" if document.point.lossless else "; LOSSY, by the profile"
         console.say(f"{address}/v1 answers for {name!r}{length}{lossy}")
         if as_json:
             options.print_json({"url": address, "model": name, "max_model_len": max_model_len})

@@ -30,7 +30,7 @@ def answer_of(profile: DecodingProfile, path: Path) -> list[str]:
         path: the file of the profile, for the next command.
     """
     command = shlex.quote(str(path))
-    chosen = next((point for point in reversed(profile.points) if _drafts(point)), None)
+    chosen = profile.point if _drafts(profile.point) else None
     gain = _over_plain(profile, chosen)
     is_plain = chosen is None or gain.speedup < 1.0
     if profile.backend != RUNTIME:
@@ -45,7 +45,7 @@ def answer_of(profile: DecodingProfile, path: Path) -> list[str]:
         lines = [*_choice(profile, chosen), f"{_times(gain)} as fast as {plain}{doubt}."]
         lines += [] if profile.evidence.backends else _over_default(profile.evidence)
     lines += _other_backends(profile.evidence.backends)
-    if not any(point.measured for point in profile.points):
+    if profile.point.measured is None:
         return [*lines, *_unmeasured(profile)]
     num_deciding = DECIDING if profile.evidence.shrinkage is None else profile.evidence.shrinkage.num_runs or DECIDING
     num_prompts = len(profile.evidence.prompts)
@@ -69,7 +69,7 @@ def _unmeasured(profile: DecodingProfile) -> list[str]:
     if profile.backend != RUNTIME:
         basis = _line("Not measured: estimated on {} for {}.", profile.hardware.model, profile.workload.name)
         return [basis, "Next: the same search without the url measures it."]
-    is_estimated = any(point.predicted and point.predicted.estimated for point in profile.points)
+    is_estimated = profile.point.predicted is not None and profile.point.predicted.estimated
     source = "the datasheet" if is_estimated else "a measured table"
     text = f"Estimated from {source} of {{}} and {_prompts(profile.workload.num_tune_prompts)}."
     following = "Next: the same search on that device, without --gpu, measures the profile."
@@ -184,7 +184,6 @@ def _choice(profile: DecodingProfile, point: OperatingPoint) -> list[str]:
     assert point.draft is not None and point.tree is not None
     is_raced = bool(profile.evidence.backends)
     chosen = "Deploy the runtime" if is_raced else "Chosen"
-    chosen += "" if len(profile.points) == 1 else " for most requests"
     kind = "" if point.draft.kind == point.draft.id else f" ({point.draft.kind})"
     shape = f"{'' if point.lossless else 'lossy '}{'chains' if point.tree.is_chain else f'{point.tree.policy} trees'}"
     words = [f"{shape} of up to {point.tree.max_nodes} tokens", *_subnet(point.draft.subnet)]

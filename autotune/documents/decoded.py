@@ -36,8 +36,6 @@ class Decoded(Document):
     answer_key: str = ""
     """Key of what the target's answer follows from, see ``runtime.answer_keys``."""
     task: str | None = None
-    point: int = 0
-    """Index of the profile's operating point that decoded the prompt."""
     tokens: list[int] = Field(default_factory=list)
     """The new tokens; empty where only their hash is kept, as in profiles."""
     tokens_sha256: str

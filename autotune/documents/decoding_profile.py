@@ -1,13 +1,12 @@
-"""Decoding profiles: the operating points that a search found, with the evidence for them."""
+"""Decoding profiles: the operating point that a search found, with the evidence for it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, model_validator
 
-from autotune.documents.condition import Condition
 from autotune.documents.decoded import Decoded
 from autotune.documents.deployment import RUNTIME, BackendResult, Deployment, EngineEvidence
 from autotune.documents.fingerprint import Fingerprint
@@ -33,12 +32,12 @@ class DraftChoice(Document):
 
     @property
     def network(self) -> tuple[Any, ...]:
-        """Key of the network to load. Points that differ only in visual tokens share one network."""
+        """Key of the network to load."""
         return self.id, self.sha256, *self.subnet.network
 
 
 class Predicted(Document):
-    """Prediction by replay and cost table, on the tuning prompts that the point decodes."""
+    """Prediction by replay and cost table, on the tuning prompts."""
 
     speedup: float
     ms_per_token: float
@@ -52,7 +51,7 @@ class Predicted(Document):
 
 
 class Measured(Document):
-    """Measurement of real runs, interleaved with plain decoding, on the evaluation prompts that the point decoded."""
+    """Measurement of real runs, interleaved with plain decoding, on the evaluation prompts."""
 
     speedup: float
     ci95: tuple[float, float]
@@ -67,11 +66,8 @@ class Measured(Document):
 
 
 class OperatingPoint(Document):
-    """A draft and a tree policy, or an engine's deployment, and the condition for using them. All are null for plain
-    decoding in the runtime.
-    """
+    """A draft and a tree policy, or an engine's deployment. All are null for plain decoding in the runtime."""
 
-    when: Condition = Field(default_factory=Condition)
     draft: DraftChoice | None
     tree: Policy | None
     deployment: Deployment | None = None
@@ -186,7 +182,7 @@ class Differences(Document):
 
 
 class Evidence(Document):
-    """The measurements behind the operating points."""
+    """The measurements behind the operating point."""
 
     prompts: list[Decoded] = Field(default_factory=list)
     """The profile on the held-out prompts, without tokens: a check compares counts with them."""
@@ -226,14 +222,14 @@ class WorkloadReference(Document):
 
 
 class DecodingProfile(Document, kind="decoding-profile", version=2, made_by="autotune search"):
-    """Operating points for one target on one device, decoded by one backend."""
+    """How one target decodes on one device, by one backend."""
 
     provenance: Provenance
     target: ModelReference
     workload: WorkloadReference
     hardware: Fingerprint
     backend: str = RUNTIME
-    """The program that decodes: this one, or the engine of the points' deployments."""
+    """The program that decodes: this one, or the engine of the point's deployment."""
     precision: str
     """Precision of the target's weights: ``float32``, ``bfloat16,int8``, and of a file that an engine loads, ``Q4_1``.
     The fields after it, to ``prefill_threads``, keep their defaults for an engine.
@@ -250,45 +246,25 @@ class DecodingProfile(Document, kind="decoding-profile", version=2, made_by="aut
     """CPU threads of image encoders and prefills; None for torch's default."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Variables of the target's chat template, for prompts and requests that do not set them."""
-    points: list[OperatingPoint] = Field(min_length=1)
-    """The first point whose condition a request meets decodes it."""
+    point: OperatingPoint
+    """Decodes every request."""
     evidence: Evidence
-
-    @field_validator("points")
-    @classmethod
-    def _each_is_reached(cls, points: list[OperatingPoint]) -> list[OperatingPoint]:
-        for number, point in enumerate(points):
-            for before, earlier in enumerate(points[:number]):
-                if earlier.when.covers(point.when):
-                    raise ValueError(
-                        f"point {number} is never reached: point {before} precedes it and matches every request that it "
-                        "matches; swap them, or remove one"
-                    )
-        if not points[-1].when.covers(Condition()):
-            raise ValueError(
-                "the last point must match every request; leave its 'when' empty, or add a point (draft and tree null: "
-                "plain decoding)"
-            )
-        return points
 
     @model_validator(mode="after")
     def _is_calibrated_on_its_prompts(self) -> DecodingProfile:
-        for number, point in enumerate(self.points):
-            if (fit := point.calibration) is not None and fit.workload_sha256 != self.workload.tune_sha256:
-                raise ValueError(
-                    f"points.{number}.tree.calibration was fitted to other prompts ({fit.workload_sha256[:8]}) than those that "
-                    f"the profile is tuned for ({self.workload.tune_sha256[:8]}); run autotune search on these prompts"
-                )
+        fit = self.point.calibration
+        if fit is not None and fit.workload_sha256 != self.workload.tune_sha256:
+            raise ValueError(
+                f"point.tree.calibration was fitted to other prompts ({fit.workload_sha256[:8]}) than those that the profile "
+                f"is tuned for ({self.workload.tune_sha256[:8]}); run autotune search on these prompts"
+            )
         return self
 
     @model_validator(mode="after")
-    def _is_of_one_backend(self) -> DecodingProfile:
-        for number, point in enumerate(self.points):
-            backend = point.deployment.backend if point.deployment else RUNTIME
-            if backend != self.backend:
-                raise ValueError(
-                    f"points.{number} is decoded by {backend}, and the profile's backend is {self.backend}"
-                )
+    def _is_of_its_backend(self) -> DecodingProfile:
+        backend = self.point.deployment.backend if self.point.deployment else RUNTIME
+        if backend != self.backend:
+            raise ValueError(f"the point is decoded by {backend}, and the profile's backend is {self.backend}")
         return self
 
     @property
@@ -301,22 +277,15 @@ class DecodingProfile(Document, kind="decoding-profile", version=2, made_by="aut
         """Data type in which the target is loaded; how its weights are quantized follows it in ``precision``."""
         return self.precision.partition(",")[0]
 
-    @property
-    def point(self) -> OperatingPoint:
-        """The last point, which decodes requests that match no other."""
-        return self.points[-1]
-
     def located(self, source: Path) -> DecodingProfile:
         """The profile with paths in place of the names of models that lie beside its file, ``source``."""
-        points = [point.located(source) for point in self.points]
         target = self.target.model_copy(update={"id": beside(source, self.target.id)})
-        return self.model_copy(update={"target": target, "points": points})
+        return self.model_copy(update={"target": target, "point": self.point.located(source)})
 
     @classmethod
     def parse(cls, content: Any, *, source: Path | str) -> DecodingProfile:
-        points = cls.without_schema(content, source=source).get("points")
-        for number, point in enumerate(points if isinstance(points, list) else []):
+        point = cls.without_schema(content, source=source).get("point")
+        if isinstance(point, dict) and isinstance(point.get("tree"), dict):
             # First, because errors of the union type would name the fields of every policy.
-            if isinstance(point, dict) and isinstance(point.get("tree"), dict):
-                parse_policy(point["tree"], source=f"{source}: points.{number}.tree")
+            parse_policy(point["tree"], source=f"{source}: point.tree")
         return super().parse(content, source=source)

@@ -18,8 +18,8 @@ from autotune.trees.chain import ChainPolicy
 
 
 def vllm_command(profile: DecodingProfile, console: Console, *, draft_tokens: int | None, output: Path) -> list[str]:
-    """The command for a profile's last point, which serves all requests. Models that vLLM does not load as they are get
-    written below ``output`` in a form that it loads.
+    """The command for a profile's point. Models that vLLM does not load as they are get written below ``output`` in a
+    form that it loads.
 
     Args:
         profile: located, see ``DecodingProfile.located``.
@@ -54,7 +54,6 @@ def vllm_command(profile: DecodingProfile, console: Console, *, draft_tokens: in
     model = str(bundled_models().get(target, target)) if served == files.folder else str(served)
     differences = {
         "speed in vLLM was not measured: autotune search --backend vllm measures it": True,
-        f"the profile has {len(profile.points)} points and vLLM runs one: this is the last": len(profile.points) > 1,
         f"the profile's point runs {draft.subnet.label}; vLLM runs the full draft": draft.subnet != Subnet(),
         "the profile's point is lossy; vLLM verifies losslessly": not profile.point.lossless,
     }

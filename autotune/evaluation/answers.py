@@ -48,24 +48,20 @@ def answer_prompts(
     if len(prompts) > 1:  # of one, generate tells its lengths
         workload = Workload("the workload", "evaluate", tuple(prompts))
         prompts = workload.fitting(decoder.processor, decoder.target.max_context, console.say).prompts
-    points = decoder.profile.points
+    point = decoder.profile.point
     conversations = Conversations(decoder.processor, decode=_not_in_order)
     for prompt in map(conversations.follow, prompts):
         inputs = prompt.inputs(decoder.processor, decoder.target.device)
         tokenizer = getattr(decoder.processor, "tokenizer", decoder.processor)
         streamer = _AnswerStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if prints else None
-        options = {**prompt.settings.generation, "workload": prompt.settings.task, "streamer": streamer}
-        output = decoder.generate(**inputs, **options)
+        output = decoder.generate(**inputs, **prompt.settings.generation, streamer=streamer)
         stats = output.stats
-        point = points[stats.point]
         tokens = output.sequences[0, stats.prompt_tokens :]
         conversations.add(prompt, tokens.tolist())
         speed = 1e3 * (stats.new_tokens - 1) / stats.decode_ms if stats.decode_ms else 0.0
         has_rounds = stats.tokens_per_round and point.draft is not None
         per_round = f", {stats.tokens_per_round:.2f} tokens a round" if has_rounds else ""
         summary = f"{stats.new_tokens} tokens in {stats.decode_ms:.0f} ms ({speed:.0f} tokens/s{per_round})"
-        if len(points) > 1:
-            summary += f"; point {stats.point}: {point.when.label}"
         measured = None if point.lossless else quality(decoder.target, inputs, tokens.tolist()).perplexity
         if measured is not None:
             summary += f"; LOSSY, perplexity {measured:.3f}"

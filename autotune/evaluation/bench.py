@@ -19,7 +19,6 @@ from autotune.evaluation.bench_tables import (
     gain_by_length,
     geomeans,
     is_lossy_arm,
-    points_used,
     pool_counts,
     print_arms,
     print_benchmark,
@@ -78,8 +77,6 @@ def run_bench(
             f"{runner.num_repeated} runs were measured again: their prefill took {SLOW_PREFILL:g} times the "
             f"median, a forward {SLOW_FORWARD:g} times the shortest, or a forward pass was captured"
         )
-    if len(profile.points) > 1:
-        console.say(f"{TUNED}: {points_used(profile, raced.runs[TUNED])}")
     limits = [prompt.settings.max_new_tokens for prompt in prompts.prompts]
     degenerate = degenerate_answers([run.tokens for run in raced.runs[AR]], limits)
     if degenerate is not None:

@@ -44,7 +44,7 @@ def runtime_arms(
 ) -> tuple[BenchArms, str]:
     """Load a profile, and make plain decoding, the named arms and the profile itself; returns the device too.
 
-    Perplexities are computed where an arm or a point is lossy.
+    Perplexities are computed where an arm or the profile is lossy.
 
     Args:
         names: in ``ARM_NAMES``; None compares with those of ``COMPARED`` that can run.
@@ -63,7 +63,7 @@ def runtime_arms(
         )
     own_draft = None if draft is None else load_draft(draft, decoder.target)
     assert decoder.profile is not None
-    is_lossy = any(map(is_lossy_arm, names or ())) or not all(point.lossless for point in decoder.profile.points)
+    is_lossy = any(map(is_lossy_arm, names or ())) or not decoder.profile.point.lossless
     draft_of = None if own_draft is None else lambda configuration: own_draft
     makes = RuntimeArms(decoder, with_perplexity=is_lossy, draft_of=draft_of)
     chosen = choose_arms((AR, *(COMPARED if names is None else names)), makes, prompts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from autotune.console import Console
 from autotune.documents.decoded import Decoded, runs_dataframe
-from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile
+from autotune.documents.decoding_profile import AR, HF, TUNED
 from autotune.documents.published_defaults import NAMED
 from autotune.evaluation.summary import Summary
 from autotune.trees.acceptance_counts import AcceptanceCounts
@@ -19,12 +18,6 @@ from autotune.workloads.prompt import WorkloadPrompt
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
-
-
-def points_used(profile: DecodingProfile, runs: Sequence[Decoded]) -> str:
-    """How many prompts each operating point has decoded."""
-    counts = Counter(run.point for run in runs)
-    return ", ".join(f"{counts[n]} by point {n} ({point.when.label})" for n, point in enumerate(profile.points))
 
 
 def _pooled(runs: dict[str, list[Decoded]], by: str) -> DataFrame:

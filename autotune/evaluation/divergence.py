@@ -72,7 +72,7 @@ def divergences_from_plain(
     plain: Sequence[Decoded],
     deadline: float = math.inf,
 ) -> dict[str, Divergence]:
-    """First divergences of an arm from plain decoding by prompt, of lossless points.
+    """First divergences of an arm from plain decoding by prompt; none of an arm whose verification is lossy.
 
     Args:
         prompts: without later turns that are not answered.
@@ -80,11 +80,12 @@ def divergences_from_plain(
         plain: runs of plain decoding on the same prompts.
         deadline: of ``time.monotonic``, after which no further prompt is begun.
     """
-    divergences = {}
+    divergences: dict[str, Divergence] = {}
+    if not arm.decoder.point.verification.is_lossless:
+        return divergences
     target = arm.decoder.target
     for prompt, run, plain_run in zip(prompts, runs, plain, strict=False):
-        is_lossless = arm.decoder.points[run.point].verification.is_lossless
-        if run.tokens_sha256 == plain_run.tokens_sha256 or not is_lossless:
+        if run.tokens_sha256 == plain_run.tokens_sha256:
             continue
         if time.monotonic() > deadline:
             break

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from autotune.cost.table import CostTable
-from autotune.documents.condition import first_match
 from autotune.documents.configuration import Configuration
 from autotune.documents.decoded import Decoded, tokens_key
 from autotune.documents.decoding_profile import AR
@@ -26,11 +25,10 @@ from autotune.evaluation.perplexity import quality
 from autotune.evaluation.runner import ArmRunner
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.host import limited_threads
-from autotune.modeling.prompt import has_pixels
 from autotune.runtime.answer_keys import AnswerKeys
 from autotune.runtime.decoder import Decoder
+from autotune.runtime.load import configured_decoder
 from autotune.runtime.model_pool import ModelPool
-from autotune.runtime.points import LoadedPoint
 from autotune.runtime.stats import DecodingStats
 from autotune.workloads.conversations import Conversations
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
@@ -85,12 +83,12 @@ class RuntimeArms:
         key = configuration.key
         if key not in self._decoders:
             draft = self.draft_of(configuration) if self.draft_of else self.decoder.draft
-            self._decoders[key] = self._decoder([_loaded(configuration, draft)])
+            self._decoders[key] = self._decoder(configuration, draft)
         return DecoderArm(name, self._decoders[key], self, key=key)
 
     def prompt_lookup(self) -> DecoderArm:
         """Drafts by n-grams of the prompt and the answer."""
-        decoder = self._decoder([_loaded(PROMPT_LOOKUP_CHAIN, RetrievalDraft(max_match=PROMPT_LOOKUP_MATCH))])
+        decoder = self._decoder(PROMPT_LOOKUP_CHAIN, RetrievalDraft(max_match=PROMPT_LOOKUP_MATCH))
         return DecoderArm(PROMPT_LOOKUP, decoder, self, key=f"{PROMPT_LOOKUP}-{PROMPT_LOOKUP_CHAIN.key}")
 
     def runner(self, ledger: Path | None = None, *, context: object = None) -> ArmRunner:
@@ -115,11 +113,12 @@ class RuntimeArms:
         """Tokens of the longest reserved prompt and its answer; 0 where nothing is captured."""
         return max(self._reserved.values(), default=0)
 
-    def _decoder(self, points: Sequence[LoadedPoint]) -> Decoder:
-        """A decoder like the given one, with other points."""
-        return Decoder(
+    def _decoder(self, configuration: Configuration, draft: Any) -> Decoder:
+        """A decoder like the given one, by another configuration."""
+        return configured_decoder(
             self.decoder.target,
-            points=points,
+            draft,
+            configuration,
             capture_sizes=self.decoder.capture_sizes,
             mode=self.decoder.mode,
             threads=self.decoder.threads,
@@ -147,10 +146,6 @@ class RuntimeArm(Arm):
         """Decode the first tokens of an answer, so that buffers grow and kernels are chosen."""
         few = min(settings.max_new_tokens, WARM_UP_TOKENS)
         self.generate(inputs, settings.model_copy(update={"max_new_tokens": few}))
-
-    def point_for(self, inputs: dict[str, Any], settings: Prompt) -> int:
-        """Index of the operating point that decodes such a request."""
-        return 0
 
     def prepare(self, prompts: Sequence[WorkloadPrompt]) -> None:
         self.arms.reserve(prompts)
@@ -190,7 +185,7 @@ class RuntimeArm(Arm):
     def _get_ready(self, inputs: dict[str, Any], prompt: WorkloadPrompt) -> None:
         length = inputs["input_ids"].shape[1]
         num_doublings = ((length - 1) // SHAPE_TOKENS).bit_length()
-        shape = (self.key, self.point_for(inputs, prompt.settings), bool(prompt.pixels), num_doublings)
+        shape = (self.key, bool(prompt.pixels), num_doublings)
         if shape not in self.arms.warm:
             self.warm_up(inputs, prompt.settings)
             self.arms.warm.add(shape)
@@ -210,26 +205,16 @@ class DecoderArm(RuntimeArm):
         self.decoder = decoder
 
     def generate(self, inputs: dict[str, Any], settings: Prompt) -> tuple[list[int], DecodingStats]:
-        output = self.decoder.generate(**inputs, **settings.generation, workload=settings.task)
+        output = self.decoder.generate(**inputs, **settings.generation)
         return output.sequences[0, output.stats.prompt_tokens :].tolist(), output.stats
 
     def warm_up(self, inputs: dict[str, Any], settings: Prompt) -> None:
         """Decode the first tokens of the answer, for a second at most, in buffers for all of it."""
-        stream = self.decoder.stream(**inputs, **settings.generation, workload=settings.task)
+        stream = self.decoder.stream(**inputs, **settings.generation)
         until = time.monotonic() + WARM_UP_S
         for _ in itertools.islice(stream, WARM_UP_TOKENS):
             if time.monotonic() > until:
                 break
-
-    def point_for(self, inputs: dict[str, Any], settings: Prompt) -> int:
-        conditions = [point.when for point in self.decoder.points]
-        return first_match(
-            conditions,
-            temperature=settings.temperature,
-            prompt_tokens=inputs["input_ids"].shape[1],
-            has_image=has_pixels(inputs),
-            workload=settings.task,
-        )
 
     def _get_ready(self, inputs: dict[str, Any], prompt: WorkloadPrompt) -> None:
         """Also capture again what other arms have dropped."""
@@ -261,15 +246,3 @@ class HuggingFaceArm(RuntimeArm):
                 if self.assistant is None or isinstance(error, UserError):
                     raise
                 raise ArmFailed(f"generate raised {first_line(error)}") from error
-
-
-def _loaded(configuration: Configuration, draft: Any) -> LoadedPoint:
-    """The operating point of a configuration."""
-    return LoadedPoint(
-        draft,
-        tree=configuration.tree,
-        visual_keep=configuration.visual_keep,
-        visual_ranking=configuration.subnet.visual_ranking,
-        verification=configuration.verification,
-        fallback=configuration.fallback,
-    )

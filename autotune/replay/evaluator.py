@@ -4,7 +4,7 @@ table.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
@@ -23,7 +23,7 @@ from autotune.replay.sequoia import rank_acceptance, sequoia_trees
 from autotune.replay.trace import Trace
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import Policy, parse_policy
-from autotune.trees.tree import MAX_STEP, Floats, Ints
+from autotune.trees.tree import MAX_STEP, Ints
 
 
 class Candidate(Document):
@@ -180,10 +180,6 @@ class Evaluator:
             _ = trace.packed  # computed once, before the threads need it
         with ThreadPoolExecutor(self.jobs) as pool:
             return list(pool.map(lambda c: self.replay(c, prompts), configurations))
-
-    def prompt_ms(self, configurations: Sequence[Configuration]) -> Floats:
-        """Predicted decoding times [configurations, prompts]."""
-        return np.array([result.decode_ms for result in self.replay_many(configurations)])
 
     def round_price(self, configuration: Configuration) -> RoundPrice:
         """The replayed cost of a round, a draft level and a node, in plain steps."""

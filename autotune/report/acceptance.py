@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from autotune.documents.configuration import configuration_of
 from autotune.errors import reading
 from autotune.replay.reference_replay import count_acceptance
-from autotune.report.points import condition_label
 from autotune.report.sources import Sources
 from autotune.study.storage import RUNS
 from autotune.trees.acceptance_counts import AcceptanceCounts
@@ -20,15 +19,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class PointAcceptance:
-    number: int
-    condition: str
+class Acceptance:
     tables: dict[str, pd.DataFrame]
     """The tables of ``acceptance_table`` by ``depth`` and ``rank``."""
     num_replayed: int
-    """Tuning prompts that the point decodes."""
+    """Tuning prompts."""
     num_measured: int
-    """Held-out prompts of the profile's evidence that the point decoded."""
+    """Held-out prompts of the profile's evidence."""
 
 
 def acceptance_table(kind: str, **counts: AcceptanceCounts) -> pd.DataFrame:
@@ -46,28 +43,24 @@ def acceptance_table(kind: str, **counts: AcceptanceCounts) -> pd.DataFrame:
     return frame[frame.any(axis=1)]
 
 
-def acceptance(sources: Sources) -> list[PointAcceptance]:
-    """The acceptance of every point with a draft that has traces or runs."""
-    results: list[PointAcceptance] = []
-    for number, point in enumerate(sources.points):
-        if point.tree is None:
-            continue
-        prompts, measured = sources.prompts_of(number), AcceptanceCounts()
-        with reading(f"{sources.folder}: a run is damaged", f"remove its line of {RUNS}"):
-            runs = evidence_runs(sources, number)
-            for run in runs:
-                measured.add(AcceptanceCounts.from_json(run["acceptance_counts"]))
-        decoded = (sources.rounds_of(number, prompt) for prompt in prompts)
-        replayed = count_acceptance(itertools.chain.from_iterable(decoded))
-        if prompts or runs:
-            tables = {k: acceptance_table(k, replayed=replayed, measured=measured) for k in ("depth", "rank")}
-            condition = condition_label(sources.points, number)
-            results.append(PointAcceptance(number, condition, tables, len(prompts), len(runs)))
-    return results
+def acceptance(sources: Sources) -> Acceptance | None:
+    """The acceptance of the profile's draft; None for plain decoding, and without traces and runs."""
+    if sources.profile is None or sources.profile.point.tree is None:
+        return None
+    num_prompts, measured = len(sources.trace.header.prompts) if sources.trace else 0, AcceptanceCounts()
+    with reading(f"{sources.folder}: a run is damaged", f"remove its line of {RUNS}"):
+        runs = evidence_runs(sources)
+        for run in runs:
+            measured.add(AcceptanceCounts.from_json(run["acceptance_counts"]))
+    if not num_prompts and not runs:
+        return None
+    replayed = count_acceptance(itertools.chain.from_iterable(map(sources.rounds_of, range(num_prompts))))
+    tables = {kind: acceptance_table(kind, replayed=replayed, measured=measured) for kind in ("depth", "rank")}
+    return Acceptance(tables, num_prompts, len(runs))
 
 
-def evidence_runs(sources: Sources, number: int) -> list[dict[str, Any]]:
-    """The runs on held-out prompts that are the profile's evidence and that its point ``number`` decoded."""
+def evidence_runs(sources: Sources) -> list[dict[str, Any]]:
+    """The runs on held-out prompts that are the profile's evidence."""
     assert sources.profile is not None
     configuration = configuration_of(sources.profile.point)
     if configuration is None:
@@ -77,7 +70,6 @@ def evidence_runs(sources: Sources, number: int) -> list[dict[str, Any]]:
         run["prompt_sha256"]: run
         for run in sources.runs
         if run.get("arm") == configuration.key
-        and run["point"] == number
         and evidence_ms.get(run.get("prompt_sha256", "")) == run["decode_ms"]  # identifies the very run
     }
     return list(runs.values())

@@ -14,8 +14,8 @@ from autotune.report.ablation import cumulative_ablation
 from autotune.report.acceptance import acceptance
 from autotune.report.analysis import pareto_front, subnet_grids
 from autotune.report.cost_curves import cost_curves, middle_kv_length
-from autotune.report.examples import examples
-from autotune.report.points import EvaluationArms, PointSummary
+from autotune.report.examples import decoded_example
+from autotune.report.points import EvaluationArms
 from autotune.report.prompts import TokenTexts, find_prompts
 from autotune.report.sources import Sources
 
@@ -32,26 +32,27 @@ class Content:
         self.provenance = stamp()
         self.target = document.target if document else table.target if table else None
         self.hardware = document.hardware if document else table.device if table else None
-        predicted = [point.predicted for point in sources.points if point.predicted]
-        self.is_estimated = table.estimated if table else any(prediction.estimated for prediction in predicted)
-        self.points = [PointSummary(sources, number) for number in range(len(sources.points))]
+        self.point = profile.point if profile else None
+        predicted = self.point.predicted if self.point else None
+        self.is_estimated = table.estimated if table else predicted is not None and predicted.estimated
+        self.configuration = configuration_of(self.point) if self.point else None
         self.arms = EvaluationArms(profile) if profile and profile.evidence.compared else None
         self.answer = answer_of(profile, sources.profile_path) if profile and sources.profile_path else []
         self.front = pareto_front(sources.candidates)
         self.cumulative = cumulative_ablation(sources)
         self.acceptance = acceptance(sources)
         tokens = TokenTexts(self.target.id if self.target else "")
-        self.examples = examples(sources, find_prompts(sources, workload), tokens)
+        self.example = decoded_example(sources, find_prompts(sources, workload), tokens)
         self.has_tokenizer = tokens.has_tokenizer
         self.curves = cost_curves(table, study) if table else []
         self.kv_length = middle_kv_length(table) if table else None
         self.limits = find_limits(table.device.name) if table else None
         self.grids = subnet_grids(sources.screened)
         self.drafts = _drafts(sources)
-        of_points = (c for c in map(configuration_of, sources.points) if c is not None)
+        chosen = [] if self.configuration is None else [self.configuration]
         finalists = [finalist.configuration for finalist in (study.finalists if study else [])]
         front = [candidate.configuration for candidate in self.front]
-        self.configurations = _lettered([*of_points, *finalists, *front])
+        self.configurations = _lettered([*chosen, *finalists, *front])
         keeps = [configuration.visual_keep for configuration in self.configurations.values()]
         self.has_images = min(keeps, default=1.0) < 1.0 or any(
             trace.num_visual_tokens.any() for trace in sources.traces
@@ -70,5 +71,5 @@ def _drafts(sources: Sources) -> list[tuple[ModelReference, str]]:
     """Each draft of the search, or of the profile, with its kind."""
     if sources.study is not None:
         return [(entry.reference, entry.kind) for entry in sources.study.drafts]
-    named = {p.draft.id: ModelReference(id=p.draft.id, sha256=p.draft.sha256) for p in sources.points if p.draft}
-    return [(reference, sources.kinds.get(draft, "")) for draft, reference in named.items()]
+    draft = sources.profile.point.draft if sources.profile else None
+    return [] if draft is None else [(ModelReference(id=draft.id, sha256=draft.sha256), draft.kind)]

@@ -1,6 +1,4 @@
-"""Examples for the report: for each operating point a recorded prompt, its answer by rounds, and the tree of
-one round.
-"""
+"""The report's example: a recorded prompt, its answer by rounds, and the tree of one round."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autotune.replay.reference_replay import ReplayedRound
-from autotune.report.points import condition_label
 from autotune.report.prompts import TokenTexts
 from autotune.report.sources import Sources
 from autotune.report.tree_drawing import draw_tree
@@ -57,21 +54,15 @@ def round_to_draw(replayed: Sequence[ReplayedRound]) -> int:
 
 
 class DecodedExample:
-    def __init__(
-        self, sources: Sources, number: int, prompt: int, prompts: dict[str, WorkloadPrompt], tokens: TokenTexts
-    ) -> None:
-        """``number`` is the point's, ``prompt`` the prompt's in the trace; ``prompts`` are the workload's, if they were
-        found.
-        """
-        point = sources.points[number]
-        trace = sources.trace_of(point)
-        assert point.tree is not None and trace is not None
-        decoded = sources.rounds_of(number, prompt)
+    def __init__(self, sources: Sources, prompt: int, prompts: dict[str, WorkloadPrompt], tokens: TokenTexts) -> None:
+        """``prompt`` is the number of the prompt in the trace; ``prompts`` are the workload's, if they were found."""
+        assert sources.profile is not None and sources.profile.point.tree is not None
+        trace, decoded = sources.trace, sources.rounds_of(prompt)
+        assert trace is not None
         drawn = round_to_draw(decoded)
         answer = trace.forest.answer[trace.answer_start[prompt] : trace.answer_start[prompt + 1]].tolist()
         texts = [tokens.text(answer[:position], token) for position, token in enumerate(answer)]
-        self.number, self.policy = number, point.tree.policy
-        self.condition = condition_label(sources.points, number)
+        self.policy = sources.profile.point.tree.policy
         self.prompt = trace.header.prompts[prompt]
         found = prompts.get(self.prompt)
         self.question = None if found is None else found.settings.text
@@ -100,18 +91,13 @@ def _svg(shown: ReplayedRound, answer: list[int], texts: list[str], tokens: Toke
     return draw_tree(tree, shown.path.tolist(), node_texts, texts[end] if end < len(texts) else None, label)
 
 
-def examples(sources: Sources, prompts: dict[str, WorkloadPrompt], tokens: TokenTexts) -> list[DecodedExample]:
-    """An example for each point whose draft was recorded: its first prompt with an image, or its first prompt."""
-    results: list[DecodedExample] = []
-    for number, point in enumerate(sources.points):
-        trace = sources.trace_of(point)
-        if trace is None:
-            continue
-        ordered = sorted(sources.prompts_of(number), key=lambda p: trace.num_visual_tokens[p] == 0)
-        prompt = next((p for p in ordered if sources.rounds_of(number, p)), None)
-        if prompt is not None:
-            results.append(DecodedExample(sources, number, prompt, prompts, tokens))
-    return results
+def decoded_example(sources: Sources, prompts: dict[str, WorkloadPrompt], tokens: TokenTexts) -> DecodedExample | None:
+    """The first recorded prompt with an image that is decoded by rounds, or the first prompt; None without a trace."""
+    if (trace := sources.trace) is None:
+        return None
+    ordered = sorted(range(len(trace.header.prompts)), key=lambda prompt: trace.num_visual_tokens[prompt] == 0)
+    prompt = next((prompt for prompt in ordered if sources.rounds_of(prompt)), None)
+    return None if prompt is None else DecodedExample(sources, prompt, prompts, tokens)
 
 
 def data_uri(image: Image) -> str:

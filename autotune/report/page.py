@@ -69,7 +69,9 @@ def render(content: Content) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    drawn = all_plots(content) | {f"tree-{example.number}": example.svg for example in content.examples if example.svg}
+    drawn = all_plots(content)
+    if content.example is not None and content.example.svg:
+        drawn["tree"] = content.example.svg
     plots = {name: Markup(svg) for name, svg in drawn.items()}  # our own SVG, whose texts are escaped
     templates = Environment(loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined)
     templates.trim_blocks = templates.lstrip_blocks = True

@@ -1,26 +1,9 @@
-"""The operating points of a profile in numbers, and the arms of its evaluation."""
+"""The arms of a profile's evaluation, and the shares of heads in words."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from autotune.documents.configuration import configuration_of
-from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile, Gain, OperatingPoint
+from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile, Gain
 from autotune.documents.subnet import Subnet
-from autotune.report.sources import Sources
-
-
-class PointSummary:
-    def __init__(self, sources: Sources, number: int) -> None:
-        self.number = number
-        self.point = sources.points[number]
-        self.condition = condition_label(sources.points, number)
-        self.configuration = configuration_of(self.point)
-
-
-def condition_label(points: Sequence[OperatingPoint], number: int) -> str:
-    """The condition of a point; the last of several points takes all other requests."""
-    return "any other request" if 0 < number == len(points) - 1 else points[number].when.label
 
 
 def heads_label(subnet: Subnet) -> str:

@@ -7,10 +7,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
-
 from autotune.cost.table import CostTable
-from autotune.documents.decoding_profile import DecodingProfile, OperatingPoint
+from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.deployment import RUNTIME
 from autotune.errors import UserError
 from autotune.files import WORKSPACE, read_lines
@@ -18,7 +16,7 @@ from autotune.replay.evaluator import Candidate, Evaluator
 from autotune.replay.reference_replay import ReplayedRound, rounds
 from autotune.replay.trace import Trace, load_trace
 from autotune.study.document import StudyDocument, files_by_age, load_study, newest_profile
-from autotune.study.folder import find_study, points_of_prompts
+from autotune.study.folder import find_study
 from autotune.study.ledger import Ledger, Record
 from autotune.study.records import ScreenedSubnet, screened_in
 from autotune.study.storage import LEDGER, RUNS, STUDY, study_folder
@@ -54,40 +52,29 @@ class Sources:
         """Whether an engine decodes, whose evidence is all in the profile."""
         return self.profile is not None and self.profile.backend != RUNTIME
 
-    @property
-    def points(self) -> list[OperatingPoint]:
-        """The profile's operating points; none without a profile."""
-        return [] if self.profile is None else self.profile.points
-
     @functools.cached_property
     def kinds(self) -> dict[str, str]:
         """Kinds of the known drafts by id: ``star``, ``independent``, ..."""
-        of_points = {point.draft.id: point.draft.kind for point in self.points if point.draft is not None}
-        return of_points | {entry.reference.id: entry.kind for entry in (self.study.drafts if self.study else [])}
+        draft = self.profile.point.draft if self.profile else None
+        chosen = {} if draft is None else {draft.id: draft.kind}
+        return chosen | {entry.reference.id: entry.kind for entry in (self.study.drafts if self.study else [])}
 
     @functools.cached_property
     def drafts(self) -> list[str]:
         """Ids of the drafts, in the order in which the user named them."""
         return [] if self.study is None else [entry.reference.id for entry in self.study.drafts]
 
-    def trace_of(self, point: OperatingPoint) -> Trace | None:
-        wanted = None if point.draft is None else (point.draft.id, point.draft.subnet)
+    @functools.cached_property
+    def trace(self) -> Trace | None:
+        """The trace of the profile's draft; None for plain decoding, and where it was not recorded."""
+        draft = self.profile.point.draft if self.profile else None
+        wanted = None if draft is None else (draft.id, draft.subnet)
         return next((trace for trace in self.traces if (trace.header.draft.id, trace.header.subnet) == wanted), None)
 
-    def prompts_of(self, number: int) -> list[int]:
-        """Numbers of the recorded prompts that point ``number`` decodes greedily; none without the point's trace."""
-        assert self.profile is not None
-        trace = self.trace_of(self.points[number])
-        if trace is None:
-            return []
-        return np.flatnonzero(points_of_prompts(self.profile, trace) == number).tolist()
-
-    def rounds_of(self, number: int, prompt: int) -> list[ReplayedRound]:
-        """The rounds in which point ``number``, which has a tree and a trace, decodes a recorded prompt."""
-        point = self.points[number]
-        trace = self.trace_of(point)
-        assert point.tree is not None and trace is not None
-        return list(rounds(trace, prompt, point.tree, point.fallback))
+    def rounds_of(self, prompt: int) -> list[ReplayedRound]:
+        """The rounds in which the profile, which has a tree and a trace, decodes a recorded prompt greedily."""
+        assert self.profile is not None and self.profile.point.tree is not None and self.trace is not None
+        return list(rounds(self.trace, prompt, self.profile.point.tree, self.profile.point.fallback))
 
 
 def find_sources(given: Path, *, study: str | None = None, storage: str | None = None) -> Sources:

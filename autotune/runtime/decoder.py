@@ -53,8 +53,6 @@ class Decoder:
         draft: a smaller model with the same vocabulary; the name of a draft as the commands take it (``retrieval``,
             a folder or id, ``digits/star``, ``FOLDER:mtp``); or None for plain autoregressive (AR) decoding through the
             same code.
-        points: operating points with their conditions, in place of ``draft`` and ``point``. A request is decoded by the
-            first point whose condition it meets; every request must meet the last one's.
         capture_sizes: numbers of tokens that forward passes are padded to. Without them, ``eager`` pads nothing and
             ``cuda-graph`` uses ``DEFAULT_CAPTURE_SIZES``.
         mode: how forward passes after the prefill run: ``eager``, or ``cuda-graph``, which captures them as CUDA
@@ -63,8 +61,8 @@ class Decoder:
         threads: CPU threads after the prefill; None: as many as torch uses.
         prefill_threads: CPU threads of image encoders and prefills; None: as many as torch uses.
         processor: the target's processor or tokenizer; stop strings need it.
-        profile: the decoding profile that the points are from.
-        point: tree policy and other arguments of ``LoadedPoint``, of the only operating point.
+        profile: the decoding profile that the point is from.
+        point: tree policy and other arguments of ``LoadedPoint``.
 
     Raises:
         UserError: different vocabularies, an unknown tree policy or hyperparameter, a value out of range, or a tree
@@ -76,7 +74,6 @@ class Decoder:
         target: Any,
         draft: Any | None = None,
         *,
-        points: Sequence[LoadedPoint] = (),
         capture_sizes: Sequence[int] = (),
         mode: str = AUTO,
         threads: int | None = None,
@@ -90,15 +87,12 @@ class Decoder:
         self.profile = profile
         if processor is not None:
             self.target.tokenizer = getattr(processor, "tokenizer", processor)
-        self.points = tuple(points) or (LoadedPoint(as_draft(draft, self.target), **point),)
-        self.point = self.points[-1]
-        """The operating point of the latest request."""
-        for loaded in self.points:
-            if loaded.draft is not None:
-                with Ownership(modules=(loaded.draft,)):
-                    loaded.draft.attach(self.target)
-        check_paths(self.points, self.target)
-        self.mode = decoding_mode(mode, self.target, [loaded.draft for loaded in self.points])
+        self.point = LoadedPoint(as_draft(draft, self.target), **point)
+        if self.draft is not None:
+            with Ownership(modules=(self.draft,)):
+                self.draft.attach(self.target)
+        check_paths(self.point, self.target)
+        self.mode = decoding_mode(mode, self.target, [self.draft])
         self.capture_sizes = capture_sizes_for(self.mode, capture_sizes)
         self.threads, self.prefill_threads = threads, prefill_threads
         self.last_output = DecodingOutput(torch.empty(0, 0, dtype=torch.long), [])
@@ -113,8 +107,7 @@ class Decoder:
         """Decode all further requests with the same draft and another tree; ``point`` is as in the constructor."""
         self._prepared = {}
         self.point = LoadedPoint(self.draft, tree=tree, **point)
-        check_paths([self.point], self.target)
-        self.points = (self.point,)
+        check_paths(self.point, self.target)
 
     def prepare(
         self,
@@ -138,15 +131,15 @@ class Decoder:
         if num_tokens <= most and num_dropped == memory.num_dropped:
             return Preparation(0, memory.memory_bytes, 0.0)
         capacity = num_tokens + max(TREE_SLOTS, self._largest_tree)  # one for all decoders that share the models
-        done = prepare(self.target, self.points, self.rounds, capacity, sampled, report)
+        done = prepare(self.target, self.point, self.rounds, capacity, sampled, report)
         self._prepared[tuple(sampled)] = num_tokens, memory.num_dropped
         return done
 
     @property
     def _largest_tree(self) -> int:
-        """KV slots of the largest tree of any point, so that caches do not grow when the point changes."""
-        sizes = (max(point.policy.max_nodes, point.policy.max_evaluated) for point in self.points)
-        return max(sizes) + 1 + max(self.capture_sizes, default=0)
+        """KV slots of the largest tree."""
+        policy = self.point.policy
+        return max(policy.max_nodes, policy.max_evaluated) + 1 + max(self.capture_sizes, default=0)
 
     @property
     def target_model(self) -> Any:
@@ -155,8 +148,8 @@ class Decoder:
 
     @property
     def draft(self) -> Draft | None:
-        """The draft; with several points, that of the last point that has one."""
-        return next((point.draft for point in reversed(self.points) if point.draft is not None), None)
+        """The draft; None for plain decoding."""
+        return self.point.draft
 
     def generate(
         self,
@@ -166,7 +159,6 @@ class Decoder:
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int = 0,
-        workload: str | None = None,
         streamer: Any = None,
         **inputs: Any,
     ) -> DecodingOutput:
@@ -183,38 +175,37 @@ class Decoder:
             top_k: 0 keeps every token.
             top_p: 1 keeps every token.
             seed: seed of the noise; row r is decoded with ``seed + r``.
-            workload: kind of request, for profiles with points for certain workloads.
             streamer: receives the prompt, then the tokens of each round.
 
         Raises:
             UserError: inputs that cannot be decoded, or settings out of range.
         """
         settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-        return self._generate(self._prepare({**inputs, **settings}, seed, workload), streamer)
+        return self._generate(self._prepare({**inputs, **settings}, seed), streamer)
 
-    def stream(self, *, seed: int = 0, workload: str | None = None, **inputs: Any) -> Iterator[int]:
+    def stream(self, *, seed: int = 0, **inputs: Any) -> Iterator[int]:
         """Yield the tokens of ``generate`` for one prompt, one by one, as soon as their round is verified.
 
         Takes the arguments of ``generate``, except ``streamer``.
         """
-        requests = self.requests(seed=seed, workload=workload, **inputs)
+        requests = self.requests(seed=seed, **inputs)
         if len(requests) != 1:
             raise UserError(f"a stream is of one prompt; input_ids has {len(requests)} rows; stream them one by one")
         with self._own() as ownership, closing(self._decode(requests[0], ownership)) as rounds:
             for tokens in rounds:
                 yield from tokens
 
-    def requests(self, *, seed: int = 0, workload: str | None = None, **inputs: Any) -> list[Request]:
+    def requests(self, *, seed: int = 0, **inputs: Any) -> list[Request]:
         """The requests that ``generate`` decodes, one for each row. Takes the arguments of ``generate``, except
         ``streamer``.
         """
-        call = self._prepare(inputs, seed, workload)
+        call = self._prepare(inputs, seed)
         with Ownership(modules=(self.target,)) as ownership:
             return self._requests(call, ownership)
 
     def sampler(self, *, seed: int = 0, **inputs: Any) -> TokenSampler:
         """The sampler with which ``generate`` decodes the first prompt. Takes the arguments of ``generate``."""
-        return self._prepare(inputs, seed, None).sampler(0, self.target.device)
+        return self._prepare(inputs, seed).sampler(0, self.target.device)
 
     @takes_vision_inputs
     def __call__(
@@ -226,7 +217,6 @@ class Decoder:
         generation_config: Any = None,
         streamer: Any = None,
         seed: int | None = None,
-        workload: str | None = None,
         prepare_only: bool = False,
         **inputs: Any,
     ) -> Any:
@@ -243,14 +233,14 @@ class Decoder:
         if model is not self.target.model:
             raise UserError("custom_generate must be called on the decoder's own target; load it with target=model")
         inputs["input_ids"], hooks = input_ids, (logits_processor or (), stopping_criteria or ())
-        call = prepared_call(generation_config, inputs, *hooks, seed=seed, workload=workload)
+        call = prepared_call(generation_config, inputs, *hooks, seed=seed)
         check_tokens(model, inputs)
         if prepare_only:
             return call
         out = self._generate(call, streamer)
         return GenerateDecoderOnlyOutput(sequences=out.sequences) if call.returns_dict else out.sequences
 
-    def _prepare(self, inputs: dict[str, Any], seed: int, workload: str | None) -> Call:
+    def _prepare(self, inputs: dict[str, Any], seed: int) -> Call:
         """Let Hugging Face's generate prepare a call, so that all of its settings keep their meaning."""
         model = self.target.model
         if inputs.get("input_ids") is None:
@@ -259,11 +249,11 @@ class Decoder:
         check_values(inputs)
         config = inputs.get("generation_config") or model.generation_config
         inputs = generation_settings(config, inputs)
-        return prepare_call(model, self, self.processor, inputs, seed=seed, workload=workload)
+        return prepare_call(model, self, self.processor, inputs, seed=seed)
 
     def _own(self) -> Ownership:
-        """The right to run the target and all drafts for a call."""
-        return Ownership(self.target, *{point.draft for point in self.points if point.draft is not None})
+        """The right to run the target and the draft for a call."""
+        return Ownership(self.target, *([] if self.draft is None else [self.draft]))
 
     def _requests(self, call: Call, ownership: Ownership) -> list[Request]:
         """Encode the rows of a call by embedding and vision tower."""
@@ -272,9 +262,7 @@ class Decoder:
             encoded = self.target.encode(call.inputs)
         encoding_ms = now_ms(self.target.device) - started
         call.prompts = encoded.prompts
-        requests = [
-            new_request(call, prompt, row, self.target, self.points) for row, prompt in enumerate(encoded.prompts)
-        ]
+        requests = [new_request(call, prompt, row, self.target, self.point) for row, prompt in enumerate(call.prompts)]
         # The rows are encoded together; the first one's statistics contain the time of all.
         requests[0].stats.target_prefill_ms, requests[0].stats.vision_ms = encoding_ms, encoded.vision_ms
         return requests
@@ -307,7 +295,6 @@ class Decoder:
 
         The caller's time and grad mode between two yields are its own.
         """
-        self.point = self.points[request.stats.point]
         session = Session(
             request,
             self.point,

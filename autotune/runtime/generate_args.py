@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList, StopStringCriteria
 
-from autotune.documents.condition import first_match
 from autotune.drafters.draft import Draft
 from autotune.errors import UserError
 from autotune.modeling.prompt import EncodedPrompt, visual_tokens
@@ -69,8 +68,6 @@ class Call:
     processors: Sequence[Any] = ()
     stops: Sequence[Any] = ()
     returns_dict: bool = False
-    workload: str | None = None
-    """The caller's name for this kind of request, which the conditions of operating points may ask for."""
     prompts: Sequence[EncodedPrompt] = ()
     """The rows as the target reads them."""
     _draft_prompts: dict[Draft, Sequence[Any]] = field(default_factory=dict)
@@ -145,11 +142,11 @@ class Request:
         return torch.cat([self.prefix, new], dim=1)
 
 
-def new_request(call: Call, prompt: EncodedPrompt, row: int, target: Target, points: Sequence[LoadedPoint]) -> Request:
-    """The request of an encoded row, decoded by the first point whose condition it meets.
+def new_request(call: Call, prompt: EncodedPrompt, row: int, target: Target, point: LoadedPoint) -> Request:
+    """The request of an encoded row.
 
     Raises:
-        UserError: no room for a token, or processors that a point's verification cannot honour.
+        UserError: no room for a token, or processors that the point's verification cannot honour.
     """
     if call.max_new_tokens < 1:
         raise UserError(f"max_length leaves no room for a token after the prompt's {len(prompt)}; give max_new_tokens")
@@ -158,21 +155,13 @@ def new_request(call: Call, prompt: EncodedPrompt, row: int, target: Target, poi
             f"prompt and answer must fit the target's context of {target.max_context} tokens; "
             f"got {len(prompt)} + {call.max_new_tokens}; shorten the prompt or lower max_new_tokens"
         )
-    number = first_match(
-        (point.when for point in points),
-        temperature=call.temperature,
-        prompt_tokens=len(prompt),
-        has_image=prompt.num_visual_tokens > 0,
-        workload=call.workload,
-    )
-    stats = DecodingStats(point=number)
-    sampler, point = call.sampler(row, target.device), points[number]
+    sampler = call.sampler(row, target.device)
     if sampler.one_by_one and not point.verification.is_lossless and point.draft is not None:
         raise UserError(
             f"{point.verification.kind} verification supports no logits processors that read the order of the prefix; "
             f"drop {', '.join(sampler.one_by_one)}, or verify losslessly"
         )
-    return Request(call, sampler, prompt, sampler.prefix, row, stats)
+    return Request(call, sampler, prompt, sampler.prefix, row)
 
 
 def takes_vision_inputs(method: Callable[P, T]) -> Callable[P, T]:
@@ -284,13 +273,7 @@ def prepare_call(
 
 
 def prepared_call(
-    config: Any,
-    inputs: dict[str, Any],
-    processors: Sequence[Any],
-    stops: Sequence[Any],
-    *,
-    seed: int | None,
-    workload: str | None,
+    config: Any, inputs: dict[str, Any], processors: Sequence[Any], stops: Sequence[Any], *, seed: int | None
 ) -> Call:
     """Make a ``Call`` from what generate passes to a custom method. Sampling without a seed draws one from torch."""
     _check_call(config, inputs, processors, stops)
@@ -313,7 +296,6 @@ def prepared_call(
         processors=processors,  # temperature, top-k and top-p among them
         stops=[stop for stop in stops if type(stop).__name__ not in _COUNTED_STOPS],
         returns_dict=bool(config.return_dict_in_generate),
-        workload=workload,
     )
 
 

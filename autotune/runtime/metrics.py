@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from autotune.errors import UserError
-from autotune.runtime.points import LoadedPoint
 from autotune.runtime.stats import FINISHED, STOPPED, DecodingStats
 
 PHASES: dict[str, Callable[[DecodingStats], float]] = {
@@ -28,19 +27,18 @@ _SECONDS_A_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0
 class PrometheusMetrics:
     """An observer that counts requests, as Prometheus metrics whose names begin with ``autotune_``::
 
-        decoder.observers.append(PrometheusMetrics(decoder.points))
+        decoder.observers.append(PrometheusMetrics())
 
     Args:
-        points: of the decoder.
         registry: a ``prometheus_client.CollectorRegistry``; None: the process's own. One registry takes one decoder.
 
     Raises:
         UserError: prometheus-client is not installed, or the registry has another decoder.
     """
 
-    def __init__(self, points: Sequence[LoadedPoint], registry: Any = None) -> None:
+    def __init__(self, registry: Any = None) -> None:
         try:
-            from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+            from prometheus_client import REGISTRY, Counter, Histogram
         except ImportError:
             raise UserError('metrics need prometheus-client; pip install "autotune-speculative[metrics]"') from None
         registry = REGISTRY if registry is None else registry
@@ -49,11 +47,11 @@ class PrometheusMetrics:
             return Counter(f"autotune_{name}", text, labels, registry=registry)
 
         try:
-            self._requests = counter("requests", "Requests by operating point and outcome", "point", "outcome")
+            self._requests = counter("requests", "Requests by outcome", "outcome")
             self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
             self._new_tokens = counter("new_tokens", "Emitted tokens")
-            self._rounds = counter("rounds", "Rounds by operating point, plain steps included", "point")
-            self._plain_steps = counter("plain_steps", "Steps without a draft, of plain points and of fallbacks")
+            self._rounds = counter("rounds", "Rounds, plain steps included")
+            self._plain_steps = counter("plain_steps", "Steps without a draft, of plain decoding and of fallbacks")
             self._draft_tokens = counter("draft_tokens", "Draft tokens sent to verification")
             self._accepted_tokens = counter("accepted_tokens", "Draft tokens accepted")
             self._offered = counter("offered", "Rounds that offered a token at a depth of the accepted path", "depth")
@@ -62,20 +60,14 @@ class PrometheusMetrics:
             timed = partial(Histogram, registry=registry)
             self._first_token = timed("autotune_first_token_seconds", "Time to the first token", buckets=_SECONDS)
             self._token = timed("autotune_token_seconds", "Mean time per later token", buckets=_SECONDS_A_TOKEN)
-            labels = "point", "when", "tree"
-            info = Gauge("autotune_point", "Operating points of the decoder", labels, registry=registry)
         except ValueError:  # the registry's answer to a name that it knows
             raise UserError("the registry counts another decoder; give each decoder a registry of its own") from None
-        for number, point in enumerate(points):
-            tree = "plain" if point.draft is None else point.policy.policy
-            info.labels(number, point.when.label, tree).set(1)
-            self._rounds.labels(number)  # shown as 0 until a request comes
 
     def __call__(self, stats: DecodingStats, *, is_finished: bool) -> None:
-        self._requests.labels(stats.point, FINISHED if is_finished else STOPPED).inc()
+        self._requests.labels(FINISHED if is_finished else STOPPED).inc()
         self._prompt_tokens.inc(stats.prompt_tokens)
         self._new_tokens.inc(stats.new_tokens)
-        self._rounds.labels(stats.point).inc(stats.rounds)
+        self._rounds.inc(stats.rounds)
         self._plain_steps.inc(stats.plain_steps)
         self._draft_tokens.inc(sum(stats.verified_nodes))
         self._accepted_tokens.inc(sum(stats.accepted_lengths))

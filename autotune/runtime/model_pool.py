@@ -175,7 +175,7 @@ class ModelPool:
         return Decoder(self.target, threads=threads, prefill_threads=prefill_threads, **options)
 
     def point(self, configuration: Configuration | None) -> OperatingPoint:
-        """The operating point of a configuration for all requests, neither predicted nor measured."""
+        """The operating point of a configuration, neither predicted nor measured."""
         if configuration is None:
             return OperatingPoint(draft=None, tree=None, predicted=None, measured=None)
         known = self.references[configuration.draft or next(iter(self.references))]

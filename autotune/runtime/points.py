@@ -1,12 +1,10 @@
-"""Operating points with their models and policies loaded."""
+"""The operating point of a decoder, with its models and policies loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from autotune.documents.condition import Condition
 from autotune.documents.subnet import VISUAL_RANKINGS, VisualRanking
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.draft import Draft
@@ -21,9 +19,7 @@ from autotune.trees.verification import parse_verification
 
 
 class LoadedPoint:
-    """Runtime state of one operating point: draft, tree policy, verification, fallback.
-
-    Everything is created here, so that switching between points is free. Points may share a draft.
+    """Runtime state of an operating point: draft, tree policy, verification, fallback.
 
     Args:
         tree: a tree policy, ``{"policy": "sage", "d_max": 8, ...}``; the paper's defaults fill in what is left out.
@@ -35,7 +31,6 @@ class LoadedPoint:
             pay.
         coupled: above temperature 0, rank draft tokens with the noise that the target's tokens are drawn with. More of
             them are accepted and the output is the same; False is for comparison. Lossy verification is never coupled.
-        when: the requests that this point decodes; all of them by default.
 
     Raises:
         UserError: an unknown tree policy, hyperparameter or verification, or ranking, or ``visual_keep`` out of range.
@@ -50,14 +45,12 @@ class LoadedPoint:
         visual_ranking: VisualRanking = "text_after_image",
         verification: Any = None,
         fallback: RoundPrice | None = None,
-        when: Condition | None = None,
         coupled: bool = True,
     ) -> None:
         if not 0.0 < visual_keep <= 1.0:
             raise UserError(f"visual_keep must be above 0 and at most 1; got {visual_keep}; 1 keeps every visual token")
         if visual_ranking not in VISUAL_RANKINGS:
             raise UserError(f"unknown visual_ranking {visual_ranking!r}; {nearest(visual_ranking, VISUAL_RANKINGS)}")
-        self.when = when or Condition()
         self.draft = as_draft(draft)
         self.policy = parse_policy({"policy": "chain"} if tree is None else tree)
         self.grower = TreeGrower(self.policy)
@@ -74,17 +67,16 @@ class LoadedPoint:
         return sampler if self.is_coupled and sampler.temperature >= COUPLED_TEMPERATURE else None
 
 
-def check_paths(points: Iterable[LoadedPoint], target: Target) -> None:
+def check_paths(point: LoadedPoint, target: Target) -> None:
     """Refuse a tree policy that branches for models with recurrent or convolution states, which follow one path."""
-    for point in points:
-        if point.draft is None or point.policy.is_chain:
-            continue
-        for model in (target, point.draft):
-            if model.has_states:
-                raise UserError(
-                    f"{model.description} keeps recurrent or convolution states, which follow one path: it decodes chains, not "
-                    f"trees; got {point.policy.label}; choose the policy chain"
-                )
+    if point.draft is None or point.policy.is_chain:
+        return
+    for model in (target, point.draft):
+        if model.has_states:
+            raise UserError(
+                f"{model.description} keeps recurrent or convolution states, which follow one path: it decodes chains, not "
+                f"trees; got {point.policy.label}; choose the policy chain"
+            )
 
 
 def as_draft(draft: Any | None, target: Target | None = None) -> Draft | None:

@@ -66,7 +66,7 @@ class Preparation(NamedTuple):
 
 @torch.inference_mode()
 def prepare(
-    target: Target, points: Sequence[LoadedPoint], rounds: Round, capacity: int, sampled: Sequence[bool], report: Report
+    target: Target, point: LoadedPoint, rounds: Round, capacity: int, sampled: Sequence[bool], report: Report
 ) -> Preparation:
     """Run every forward pass that requests of a decoder can need, on caches of arbitrary contents.
 
@@ -78,10 +78,9 @@ def prepare(
     memory, started = graph_memory(target.device), time.perf_counter()
     before = memory.num_kept
     models: list[CachedModel] = [target]
-    for draft in {point.draft for point in points}:
-        if (cached := as_cached(draft)) is not None:
-            cached.capture_sizes = tuple(rounds.capture_sizes)
-            models.append(cached)
+    if (cached := as_cached(point.draft)) is not None:
+        cached.capture_sizes = tuple(rounds.capture_sizes)
+        models.append(cached)
     with Ownership(*models), ExitStack() as cleanup:
         for model in models:
             cleanup.callback(model.use_mode, model.mode)
@@ -92,7 +91,7 @@ def prepare(
                 token = torch.zeros(1, dtype=torch.long, device=model.device)
                 model.prefill_prompt(EncodedPrompt(token, token.bool()))
         cleanup.callback(setattr, target, "output_layers", target.output_layers)
-        jobs = [job for point in points for job in _jobs(target, point, rounds.capture_sizes, sampled)]
+        jobs = list(_jobs(target, point, rounds.capture_sizes, sampled))
         for number, job in enumerate(jobs):
             job()
             report(number + 1, len(jobs))
@@ -100,7 +99,7 @@ def prepare(
 
 
 def _jobs(target: Target, point: LoadedPoint, capture_sizes: Sequence[int], sampled: Sequence[bool]) -> Iterator[Job]:
-    """The forward passes of requests that one point decodes."""
+    """The forward passes of requests that a point decodes."""
     draft, policy = point.draft, point.policy
     own_layers = () if draft is None else draft.aux_layers
     if draft is None or point.fallback.price is not None:

@@ -20,8 +20,6 @@ FINISHED, STOPPED = "finished", "stopped"
 class DecodingStats:
     """Counts and times of one request. Times are wall-clock milliseconds, read with the device synchronised."""
 
-    point: int = 0
-    """Index of the operating point that decodes the request, in the order of the profile."""
     prompt_tokens: int = 0
     new_tokens: int = 0
     accepted_lengths: list[int] = field(default_factory=list)
@@ -98,7 +96,7 @@ def log_request(stats: DecodingStats, *, is_finished: bool) -> None:
     if not logger.isEnabledFor(logging.INFO):
         return
     logger.info(
-        "%s: %d prompt tokens, %d new tokens, %d rounds of which %d plain, %d of %d draft tokens accepted, point %d, "
+        "%s: %d prompt tokens, %d new tokens, %d rounds of which %d plain, %d of %d draft tokens accepted, "
         "first token after %.0f ms, decoding %.0f ms",
         FINISHED if is_finished else STOPPED,
         stats.prompt_tokens,
@@ -107,7 +105,6 @@ def log_request(stats: DecodingStats, *, is_finished: bool) -> None:
         stats.plain_steps,
         sum(stats.accepted_lengths),
         sum(stats.verified_nodes),
-        stats.point,
         stats.target_prefill_ms,
         stats.decode_ms,
         extra={"stats": stats.to_json()},

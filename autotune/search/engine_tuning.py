@@ -100,7 +100,7 @@ class EngineTuning:
         measured = Evidence(engine=evidence, **evaluation.evidence(decoded))
         profile = self._profile(tune, None if chosen is None else chosen.configuration, measured)
         point = profile.point.model_copy(update={"measured": evaluation.measured(decoded)})
-        return profile.model_copy(update={"points": [point]})
+        return profile.model_copy(update={"point": point})
 
     def rank(self, recorded: Any, prices: Prices) -> list[RankedConfiguration]:
         """All configurations by predicted time, the fastest first; prints the fastest and the best default."""
@@ -185,7 +185,7 @@ class EngineTuning:
             best_default=default.name if default.name in shown else None,
             tuned=tuned,
         )
-        print_evaluation(evaluation, 1, self.console)
+        print_evaluation(evaluation, self.console)
         return evaluation, chosen
 
     def _race(
@@ -239,7 +239,7 @@ class EngineTuning:
             hardware=cpu_fingerprint(num_cores()),
             backend=self.backend.name,
             precision=self.backend.precision,
-            points=[OperatingPoint(draft=None, tree=None, deployment=deployment, predicted=None, measured=None)],
+            point=OperatingPoint(draft=None, tree=None, deployment=deployment, predicted=None, measured=None),
             evidence=evidence,
         )
 

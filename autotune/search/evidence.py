@@ -24,9 +24,9 @@ class Evaluation:
     runs: Mapping[str, Sequence[Decoded]]
     """Runs by arm name, the tuned arm last."""
     configurations: Mapping[str, Any]
-    """The configuration of every arm, the last operating point for a profile; None for arms without one."""
+    """The configuration of every arm, the operating point for a profile; None for arms without one."""
     predicted: Mapping[str, float | None]
-    """Speedups of the arms that can be replayed. A profile of several operating points has none."""
+    """Speedups of the arms that can be replayed."""
     best_default: str | None
     """The default that was fastest."""
     differences: Differences = field(default_factory=Differences)
@@ -75,7 +75,7 @@ class Evaluation:
         return _measured(self.summaries[decoded], self.summaries[AR])
 
 
-def print_evaluation(evaluation: Evaluation, num_points: int, console: Console) -> None:
+def print_evaluation(evaluation: Evaluation, console: Console) -> None:
     """Print every arm's figures, the configurations below the table, and what tuning gained, by task."""
     columns, rows = ("speedup", "M", "tokens/s", "same output"), []
     for name, summary in evaluation.summaries.items():
@@ -94,7 +94,7 @@ def print_evaluation(evaluation: Evaluation, num_points: int, console: Console) 
         console.say(f"  {difference}")
     labels = {name: note for name, note in ARM_NOTES.items() if name in [*columns, *evaluation.summaries]}
     labels |= {name: c.label for name, c in evaluation.configurations.items() if c is not None and c.label != name}
-    console.labels(labels | ({TUNED: f"{num_points} operating points"} if num_points > 1 else {}))
+    console.labels(labels)
     _print_gains(evaluation.gains, evaluation.best_default, console)
 
 
@@ -110,15 +110,6 @@ def _print_gains(gains: Sequence[Gain], best_default: str | None, console: Conso
         rows.append([f"{task} ({max(g.num_prompts for g in cells if g is not None)})", *texts])
     title = "What tuning gained on held-out prompts, with 95 % intervals"
     console.table(title, ["task (prompts)", *(over[name] for name in columns)], rows, emphasised=len(rows) - 1)
-
-
-def measured_point(number: int, runs: Sequence[Decoded], plain: Sequence[Decoded]) -> Measured | None:
-    """Measurements of an operating point on the prompts that it decoded; None where it decoded nothing."""
-    pairs = [(run, plain_run) for run, plain_run in zip(runs, plain, strict=True) if number == run.point]
-    if not any(run.new_tokens > 1 for run, _ in pairs):
-        return None
-    point_runs, plain_runs = zip(*pairs, strict=True)
-    return _measured(summarize(TUNED, point_runs, plain_runs), summarize(AR, plain_runs, plain_runs))
 
 
 def _measured(summary: Summary, plain: Summary) -> Measured:

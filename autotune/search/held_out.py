@@ -62,7 +62,7 @@ def evaluate(tuning: Tuning, plan: Plan, finalists: Finalists, races: Races) -> 
         best_default=min([*measured.remaining, *equal], key=lambda name: ms_per_token(runs[name]), default=None),
         differences=differences_of(tuned, tuning.held_out, measured.runs, deadline),
     )
-    print_evaluation(evaluation, 1, tuning.console)
+    print_evaluation(evaluation, tuning.console)
     return evaluation
 
 

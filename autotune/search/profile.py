@@ -97,7 +97,7 @@ def _profile(
         chat_template_kwargs=settings.chat_template_kwargs or {},
         hardware=table.device if tuning.device is None else tuning.pool.device,
         **{name: getattr(table, name) for name in EXECUTION},
-        points=[point],
+        point=point,
         evidence=Evidence(degenerate=degenerate_in(any_trace, tune), **evidence),
     )
 

@@ -10,8 +10,7 @@ STAGES = {
     "traces": 0.2,
     "tree search": 0.06,
     "finalists": 0.2,
-    "operating points": 0.06,
-    "evaluation": 0.18,
+    "evaluation": 0.24,
 }  # share of the budget of each stage
 MAX_SCREENING_SHARE = 0.6  # largest share of the budget for screening, in spaces with thousands of subnets
 ANSWERS_SHARE = 0.7  # share of the time for traces in which the target's answers are decoded
@@ -61,19 +60,12 @@ DECODING_ERROR = 0.08  # relative standard deviation of measured speedups around
 # of `KEPT_PROMPTS`
 RACE_SIZES: tuple[tuple[int, int, int | None], ...] = ((8, 6, None), (8, 4, None), (8, 4, 2), (8, 2, 2), (4, 2, 2))
 RISK = 0.05  # probability that a race of equally fast arms drops any of them, spent over its looks
-MIN_PROMPTS = 4  # prompts of a race that may end past its deadline, and between two looks at an operating point
+MIN_PROMPTS = 4  # prompts of a race that may end past its deadline
 MAX_PASSES = 4  # passes over the confirming prompts in the race of finalists
 SECOND_RACE_SHARE = 0.3  # share of the time for finalists that is left for configurations that lead with updated prices
 MAX_LEADERS = 2  # configurations that run because they lead with updated prices
 MAX_MOVED_PRICE = 1.2  # times the fastest one's time, up to which updated prices may let a configuration lead
 MAX_TIE = 1.005  # ratio of two estimated speedups up to which the smaller tree wins
-MIN_GAIN = 0.02  # share of the decoding time that an operating point must save
-MIN_REQUESTS = 6  # smallest group of requests that may get an operating point
-POINT_RISK = 0.05  # probability that any group gets an operating point by chance
-NUM_SPLITS = 50  # splits of a group in halves, of which one chooses a configuration and the other judges it
-LENGTH_QUANTILES = (0.25, 0.5, 0.75)  # quantiles of prompt lengths that may separate short from long prompts
-WORKLOAD_ADVANTAGE = 1.5  # times the savings of other groupings, from which a grouping by workload is worth its tags
-NUM_POINT_CANDIDATES = 200  # fastest configurations for operating points, besides the fastest of each task
 MAX_HELD_OUT_DEFAULTS = 3  # published defaults, the fastest on tuning prompts, that run on held-out prompts
 HELD_OUT_PROMPTS = 8  # held-out prompts between two looks; `MIN_PROMPTS` where so many take a third of the time
 EXAMINATION_SHARE = 0.12  # share of the time for evaluation in which answers that differ are examined

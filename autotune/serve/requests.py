@@ -149,7 +149,7 @@ class Generation(Document):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     metadata: dict[str, str] = Field(default_factory=dict)
-    """Its ``task`` chooses among the operating points."""
+    """Names of the caller's own; nothing follows from them."""
 
     @property
     def stops(self) -> list[str]:
@@ -178,7 +178,7 @@ class Generation(Document):
             asked = {name: value for name in ("top_p", "top_k") if (value := getattr(config, name)) is not None} | asked
         if "top_k" in asked:
             asked["top_k"] = max(asked["top_k"], 0)
-        return asked | {"workload": self.metadata.get("task")}
+        return asked
 
 
 class CompletionRequest(Generation):

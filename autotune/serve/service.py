@@ -192,7 +192,7 @@ class DecoderService(threading.Thread):
             self.decoder = self._load()
             self.max_model_len = min(self.max_model_len, self.decoder.target.max_context)
             self._expected = self._self_test()
-            self.decoder.observers.append(PrometheusMetrics(self.decoder.points, self.registry))
+            self.decoder.observers.append(PrometheusMetrics(self.registry))
         except BaseException as error:
             self.failure = error
             return

@@ -78,12 +78,12 @@ class StudyDocument(Document, kind="study", made_by="autotune search"):
     """Duration of each stage in the latest run of the search, in which finished work is not repeated."""
 
     def may_be_of(self, profile: DecodingProfile) -> bool:
-        """Whether the search had the profile's target, device and tuning prompts, and all of its drafts."""
+        """Whether the search had the profile's target, device and tuning prompts, and its draft."""
         searched = self.target.sha256, self.hardware.key, self.tune_sha256
         drafts = {(draft.reference.id, draft.reference.sha256) for draft in self.drafts}
-        chosen = {(point.draft.id, point.draft.sha256) for point in profile.points if point.draft is not None}
+        draft = profile.point.draft
         known = profile.target.sha256, profile.hardware.key, profile.workload.tune_sha256
-        return searched == known and chosen <= drafts
+        return searched == known and (draft is None or (draft.id, draft.sha256) in drafts)
 
     def likeness(self, profile: DecodingProfile) -> tuple[bool, bool]:
         """Sort key of the documents that may be of a profile, the greatest for its own."""

@@ -5,15 +5,10 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
-
-from autotune.documents.condition import first_match
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.errors import UserError
 from autotune.files import WORKSPACE
-from autotune.replay.trace import Trace
 from autotune.study.document import load_study
-from autotune.trees.tree import Ints
 
 
 def find_study(profile: DecodingProfile, source: Path) -> Path | None:
@@ -32,20 +27,3 @@ def find_study(profile: DecodingProfile, source: Path) -> Path | None:
             if (document := load_study(path, profile)) is not None:
                 found[path] = document.likeness(profile)
     return max(found, key=found.__getitem__, default=None)
-
-
-def points_of_prompts(profile: DecodingProfile, trace: Trace) -> Ints:
-    """Index of the operating point that decodes each tuning prompt greedily, [prompts]."""
-    conditions = [point.when for point in profile.points]
-    return np.array(
-        [
-            first_match(
-                conditions,
-                temperature=0.0,
-                prompt_tokens=int(trace.prompt_length[p]),
-                has_image=bool(trace.num_visual_tokens[p] > 0),
-                workload=task,
-            )
-            for p, task in enumerate(trace.header.tasks)
-        ]
-    )

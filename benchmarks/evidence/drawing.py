@@ -227,7 +227,6 @@ FUNNEL = {
     "configurations": "trees replayed",
     "confirmed": "ranked again on other prompts",
     "candidates": "run for real, defaults included",
-    "points": "operating points in the profile",
 }
 
 

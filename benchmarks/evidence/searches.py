@@ -45,7 +45,6 @@ def samples_of(folder: Path, number: int) -> dict[str, Rows]:
         "confirmed": NUM_CONFIRMED,
         "finalists": len(study.finalists),
         "defaults": len(study.defaults),
-        "points": len(profile.points),
         "tune_prompts": profile.workload.num_tune_prompts,
         "best_default": profile.evidence.best_default,
         "winner": _label(profile),
@@ -213,11 +212,11 @@ def _pooled(lines: dict[str, dict[str, Any]], plain: dict[str, dict[str, Any]]) 
 
 
 def _is_same(profile: DecodingProfile) -> list[int]:
-    return [point.measured.identical_outputs for point in profile.points if point.measured]
+    return [profile.point.measured.identical_outputs] if profile.point.measured else []
 
 
 def _label(profile: DecodingProfile) -> str:
-    """The draft and the policy of the last operating point."""
+    """The draft and the policy of the operating point."""
     point = profile.point
     return "plain decoding" if point.draft is None or point.tree is None else f"{point.draft.id}, {point.tree.policy}"
 

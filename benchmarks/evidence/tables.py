@@ -408,7 +408,6 @@ def followed(results: Results) -> str:
         ["tuning prompts", f"{search['tune_prompts']}"],
         ["finalists and published defaults that ran", f"{search['finalists']} and {search['defaults']}"],
         ["winner", f"`{search['winner']}`"],
-        ["operating points in the profile", f"{search['points']}"],
         ["held-out prompts", f"{tuned['prompts'] if tuned else 0}"],
         ["measured over plain decoding", with_interval(tuned) if tuned else "-"],
         [f"measured over `{search['best_default']}`, the best default", with_interval(over) if over else "-"],

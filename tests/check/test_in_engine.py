@@ -102,7 +102,7 @@ def profile(speculation: Speculation | None = SPECULATION, word: str = "tuned", 
     point = OperatingPoint(draft=None, tree=None, deployment=deployment, predicted=None, measured=None)
     document = decoding_profile(hardware=cpu_fingerprint(num_cores()))
     workload = document.workload.model_copy(update={"name": "workload.jsonl"})
-    known = {"backend": "llama.cpp", "points": [point], "precision": "float32", "workload": workload}
+    known = {"backend": "llama.cpp", "point": point, "precision": "float32", "workload": workload}
     return document.model_copy(update={**known, **fields})
 
 

@@ -15,9 +15,8 @@ from autotune.check.job import run_check
 from autotune.check.result import TIME, CheckResult, Gate
 from autotune.check.settings import CheckSettings
 from autotune.check.worker import SideDecoder
-from autotune.check.worker_process import Side, WorkerRequest
+from autotune.check.worker_process import Side
 from autotune.console import Console
-from autotune.documents.condition import Condition
 from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import TUNED, DecodingProfile, Evidence
 from autotune.documents.fingerprint import Fingerprint
@@ -47,7 +46,7 @@ def world(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     lossless = decoding_profile(target, draft, visual_keep=1.0, hardware=fingerprint("cpu"))
     lossless.save(tmp_path / "lossless.json")
     verification = {"verification": WetapVerification(threshold=1e-9), "lossless": False}
-    lossy = lossless.model_copy(update={"points": [lossless.point.model_copy(update=verification)]})
+    lossy = lossless.model_copy(update={"point": lossless.point.model_copy(update=verification)})
     lossy.save(tmp_path / "lossy.json")
     write_workload(tmp_path, [{"prompt": "Go on.", "split": "evaluate", "max_new_tokens": 12}] * 2)
     monkeypatch.chdir(tmp_path)
@@ -158,35 +157,6 @@ def test_in_reduced_precision_a_near_tie_passes_and_is_reported(
     answer_wrongly(monkeypatch, lambda tokens: [*tokens[:3], 5, *tokens[4:]])
     found = check("lossless.json", num_prompts=1)
     assert found.exit_code == 1 and any(": not a tie" in divergence for divergence in found.workloads[0].divergences)
-
-
-# -------- operating points
-
-
-def write_points(world: Path, *tasks: str) -> None:
-    """Prompts of these tasks, and a profile with a lossy point for the task ``loose``."""
-    lossless, lossy = (DecodingProfile.load(world / f"{name}.json") for name in ("lossless", "lossy"))
-    loose = lossy.point.model_copy(update={"when": Condition(workload="loose")})
-    lossless.model_copy(update={"points": [loose, lossless.point]}).save(world / "points.json")
-    prompts = [{"prompt": "Go on.", "split": "evaluate", "max_new_tokens": 20, "task": task} for task in tasks]
-    write_workload(world, prompts)
-
-
-def test_only_outputs_of_lossless_points_must_equal_plain_decoding(
-    world: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same prompt, decoded by a lossy and by a lossless point. The first answer differs, in fewer rounds."""
-    write_points(world, "loose", "strict")
-    found = check("points.json")
-    (workload,) = found.workloads
-    loose, strict = workload.prompts
-    assert loose.rounds < strict.rounds == len(strict.accepted_lengths)
-    assert (found.exit_code, workload.identical_outputs, found.lossless, workload.divergences) == (0, 1, False, [])
-    answer_wrongly(monkeypatch, end_wrongly)
-    found = check("points.json")
-    assert found.exit_code == 1 and [one.split(": ")[0] for one in found.workloads[0].divergences] == [
-        "workload.jsonl:2"
-    ]
 
 
 # -------- evidence
@@ -302,7 +272,7 @@ class InProcess(Arm):
     slowdown = 0.0
     edit: Any = None
 
-    def __init__(self, side: Side, requests: Mapping[str, WorkerRequest], **_: Any) -> None:
+    def __init__(self, side: Side, requests: Mapping[str, Path], **_: Any) -> None:
         self.side, self.requests = side, requests
         self.launched.append(side.name)
 
@@ -314,8 +284,8 @@ class InProcess(Arm):
     def decode(self, prompt: WorkloadPrompt) -> Decoded:
         key = (self.side.profile.read_text(), prompt.name)  # the content, whatever its path
         if key not in self.decoded:
-            fields = {"inputs": str(self.requests[prompt.name].inputs), "settings": prompt.settings.generation}
-            answer = SideDecoder(str(self.side.profile), {"device": "cpu"}).decode({**fields, "task": "prompt"})
+            fields = {"inputs": str(self.requests[prompt.name]), "settings": prompt.settings.generation}
+            answer = SideDecoder(str(self.side.profile), {"device": "cpu"}).decode(fields)
             self.decoded[key] = Decoded(arm="", prompt=prompt.name, prompt_sha256=prompt.sha256, **answer)
         jitter = 0.001 * (len(self.launched) % 7)
         ms = 100.0 * (1 + jitter) * (1 + type(self).slowdown * (self.side.name == "head"))
@@ -340,7 +310,7 @@ def test_a_slower_head_fails(world: Path, workers: type[InProcess]) -> None:
     target, draft = profile.target, profile.point.draft
     assert draft is not None
     other = decoding_profile(target, draft, tree=tree, hardware=fingerprint("cpu"))  # type: ignore[arg-type]
-    changed(world, "base.json", points=other.points)
+    changed(world, "base.json", point=other.point)
     workers.slowdown = 0.08
     found = check("lossless.json", against="base.json")
     assert (found.exit_code, found.against) == (1, "base.json")
@@ -409,7 +379,7 @@ def test_sides_that_answer_differently_are_not_comparable(world: Path, workers: 
     """The same trees and target, but a different answer: the exact counts find it first."""
     point = DecodingProfile.load(world / "lossless.json").point
     priced = point.model_copy(update={"fallback": RoundPrice(round_steps=1.0, level_steps=0.1, node_steps=0.0)})
-    changed(world, "base.json", points=[priced])
+    changed(world, "base.json", point=priced)
     workers.edit = lambda side, found: found.model_copy(update={"tokens_sha256": side.name})
     found = check("lossless.json", against="base.json")
     assert (found.exit_code, verdicts(found)["counts of the base"]) == (1, "failed")
@@ -417,7 +387,7 @@ def test_sides_that_answer_differently_are_not_comparable(world: Path, workers: 
     deeper = decoding_profile(
         tree={"policy": "chain", "depth": 2}
     ).point.tree  # other trees: counts are skipped, and times are compared
-    changed(world, "base.json", points=[point.model_copy(update={"tree": deeper})])
+    changed(world, "base.json", point=point.model_copy(update={"tree": deeper}))
     with pytest.raises(NotComparable, match=r"workload.jsonl:\d: base and head answer differently"):
         check("lossless.json", against="base.json")
 
@@ -441,7 +411,7 @@ def test_real_processes_decode_in_pairs(world: Path) -> None:
     """Two processes with different trees: even with a tiny budget five pairs are decoded and kept."""
     point = DecodingProfile.load(world / "lossless.json").point
     deeper = decoding_profile(tree={"policy": "chain", "depth": 2}).point.tree
-    changed(world, "base.json", points=[point.model_copy(update={"tree": deeper})])
+    changed(world, "base.json", point=point.model_copy(update={"tree": deeper}))
     result = check("lossless.json", against="base.json", budget_s=1.0)
     assert (result.exit_code, verdicts(result)["lossless"], gate(result, TIME).verdict) == (3, "passed", "inconclusive")
     assert gate(result, TIME).summary.startswith("--budget 1s: the first analysis, at 55 pairs, takes about ")

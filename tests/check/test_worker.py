@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 import autotune
 from autotune.check import worker
-from autotune.check.worker_process import WORKER, Side, WorkerProcess, WorkerRequest
+from autotune.check.worker_process import WORKER, Side, WorkerProcess
 from autotune.documents.decoded import tokens_key
 from autotune.errors import UserError
 from autotune.machine.device import fingerprint
@@ -49,7 +49,7 @@ def test_a_worker_process_decodes_and_reports_failures(
     """A real process: warmed up, with the decoder's answer and counts, and an error as one line."""
     path = tmp_path / "inputs.safetensors"
     save_file({name: value.contiguous() for name, value in prompts["image"].items()}, path)
-    requests = {"prompt": WorkerRequest(path, 0), "gone": WorkerRequest(tmp_path / "gone.safetensors", 0)}
+    requests = {"prompt": path, "gone": tmp_path / "gone.safetensors"}
     with WorkerProcess(Side("head", "this code", profile), requests, device="cpu", log=tmp_path / "log") as process:
         process.prepare([PROMPT])
         found = process.decode(PROMPT)

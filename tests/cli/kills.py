@@ -86,7 +86,7 @@ def assert_whole(folder: Path) -> None:
 def result(verb: str, folder: Path) -> object:
     """The part of a command's result that is not a time."""
     if verb == "search":
-        return DecodingProfile.load(folder / "profile.json").points
+        return DecodingProfile.load(folder / "profile.json").point
     if verb == "check":
         cases = ElementTree.parse(folder / "junit.xml").iter("testcase")
         return [(case.get("classname"), case.get("name"), [part.tag for part in case]) for case in cases]

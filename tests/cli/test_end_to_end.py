@@ -84,8 +84,8 @@ def test_every_stage_from_end_to_end(pair: Pair, tmp_path: Path) -> None:
     assert_complete(tmp_path / "profile.json")
 
     predicted = stage("search", *models, *workload, *small, "--gpu", "h100", "-o", "h100.json")
-    assert predicted["hardware"]["name"] == "h100" and predicted["points"][0]["measured"] is None
-    assert predicted["points"][0]["predicted"]["estimated"], "the shipped datasheet gives an estimate"
+    assert predicted["hardware"]["name"] == "h100" and predicted["point"]["measured"] is None
+    assert predicted["point"]["predicted"]["estimated"], "the shipped datasheet gives an estimate"
     assert predicted["mode"] == "cuda-graph", "as forward passes run on a GPU"
 
     # Whether a tree pays with models this small depends on the machine; the following stages must have one.

@@ -87,14 +87,14 @@ def measured(
         }
     )
     workload = profile.workload.model_copy(update={"num_evaluate_prompts": max(num_prompts, num_held_out)})
-    return profile.model_copy(update={"points": [point], "evidence": evidence, "workload": workload})
+    return profile.model_copy(update={"point": point, "evidence": evidence, "workload": workload})
 
 
 def predicted(*, estimated: bool, draft: ModelReference | None = EAGLE3) -> DecodingProfile:
     profile = decoding_profile(draft=draft)
     speed = Predicted(speedup=1.8, ms_per_token=1.0, tokens_per_round=2.0, interval90=(1.6, 2.0), estimated=estimated)
     point = profile.point.model_copy(update={"predicted": speed})
-    return profile.model_copy(update={"points": [point]})
+    return profile.model_copy(update={"point": point})
 
 
 CHAIN = "Chosen: yuhuili/EAGLE3-LLaMA3.1-Instruct-8B (eagle3), chains of up to 3 tokens."
@@ -274,7 +274,7 @@ def engine_profile(
     point = OperatingPoint(draft=None, tree=None, deployment=deployment, predicted=None, measured=measured)
     profile = decoding_profile()
     workload = profile.workload.model_copy(update={"num_evaluate_prompts": num_prompts})
-    changes = {"backend": "vllm", "points": [point], "evidence": Evidence(**evidence), "workload": workload}
+    changes = {"backend": "vllm", "point": point, "evidence": Evidence(**evidence), "workload": workload}
     return profile.model_copy(update=changes)
 
 

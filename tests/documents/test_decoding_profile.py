@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import autotune
-from autotune.documents.condition import first_match
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.provenance import beside
 from autotune.drafters.independent import IndependentDraft
@@ -60,7 +59,7 @@ def test_profile_is_saved_and_loaded(profile: DecodingProfile, path: Path) -> No
     assert DecodingProfile.load(path) == profile
     content = json.loads(path.read_text())
     assert content["schema"] == "autotune.decoding-profile/2"
-    point = content["points"][0]
+    point = content["point"]
     assert point["tree"] == SagePolicy(d_max=6, n_max=20).model_dump(), (
         "defaults are written too, because they may change"
     )
@@ -118,7 +117,7 @@ def test_another_device_is_an_error_if_strict(path: Path) -> None:
 
 def test_other_weights_are_refused(path: Path, pair: Pair) -> None:
     original = path.read_text()
-    for keys, folder in ((("target",), pair.target_folder), (("points", 0, "draft"), pair.draft_folder)):
+    for keys, folder in ((("target",), pair.target_folder), (("point", "draft"), pair.draft_folder)):
         path.write_text(original)
         change(path, *keys, sha256="0" * 64)
         with pytest.raises(UserError, match=f"{folder} has other weights than the profile's; run autotune search"):
@@ -137,7 +136,7 @@ def test_models_beside_a_profile_are_found_from_elsewhere(
     named.save("there/profile.json")
     decoder = load("there/profile.json")
     assert decoder.profile is not None and decoder.profile.target.id == "there/invoices"
-    assert decoder.profile.points == profile.points
+    assert decoder.profile.point == profile.point
     (tmp_path / "invoices").mkdir()
     assert named.located(Path("there/profile.json")).target.id == "invoices"
     assert [beside(Path("there/p.json"), name) for name in ("org/model", "invoices.x:mtp")] == [
@@ -154,7 +153,7 @@ def test_missing_model_is_refused(path: Path, tmp_path: Path) -> None:
         load(path, device="cpu")
 
 
-POINT = ("points", 0)
+POINT = ("point",)
 TREE = (*POINT, "tree")
 
 
@@ -167,32 +166,23 @@ INVALID: tuple[tuple[tuple[str | int, ...], dict[str, Any], str], ...] = (
     ((), {"schema": "autotune.cost-table/1"}, "schema must be 'autotune.decoding-profile/2'; got 'autotune.cost"),
     ((), {"schema": None}, "schema must be 'autotune.decoding-profile/2'; got None"),
     ((), {"hardwear": 1}, "unknown key 'hardwear'; did you mean 'hardware'"),
-    ((), {"points": 5}, "points"),
-    ((), {"points": []}, "points: .*at least 1 item"),
+    ((), {"point": 5}, "point"),
+    ((), {"points": []}, "unknown key 'points'; did you mean 'point'"),
     ((), {"target": "a model"}, "target: .*; got 'a model'"),
-    (POINT, {"drafts": None}, "unknown key 'points.0.drafts'; did you mean 'draft'"),
+    (POINT, {"drafts": None}, "unknown key 'point.drafts'; did you mean 'draft'"),
     (POINT, {"verification": {"kind": "wetap"}}, "wetap verification is not lossless; set lossless to false"),
     (POINT, {"verification": {"kind": "typical"}}, "verification: .*'lossless', 'wetap'"),
     (POINT, {"verification": {"kind": "wetap", "threshold": 2.0}, "lossless": False}, "threshold: .*got 2.0"),
     (POINT, {"fallback": {"round_steps": 0, "level_steps": 0.2, "node_steps": 0}}, "round_steps: .*got 0"),
-    (POINT, {"when": {"batch": 1}}, "unknown key .points.0.when.batch.; known: .*prompt_tokens, temperature, workload"),
-    (POINT, {"when": {"workload": "read"}}, "points: .*the last point must match every request; leave its 'when'"),
-    (
-        POINT,
-        {"when": {"prompt_tokens": {"min": 9, "max": 8}}},
-        "points.0.when.prompt_tokens: .*at most max, which is 8",
-    ),
-    (POINT, {"when": {"temperature": {"mim": 1}}}, "'points.0.when.temperature.mim'; did you mean 'min'"),
-    (POINT, {"when": {"workload": 5}}, "points.0.when.workload: .*valid string.*; got 5"),
     (POINT, {"tree": None}, "tree"),
     (POINT, {"draft": None}, "draft"),
     (POINT, {"lossless": False}, "lossless"),
     ((*POINT, "draft", "subnet"), {"visual_kep": 0.5}, "unknown key .*visual_kep'; did you mean 'visual_keep'"),
     ((*POINT, "draft", "subnet"), {"visual_keep": 1.5}, "visual_keep: .*less than or equal to 1; got 1.5"),
     ((*POINT, "predicted"), {"speedup": "fast"}, "speedup: .*valid number.*; got 'fast'"),
-    (TREE, {"policy": "saeg"}, "points.0.tree: unknown tree policy 'saeg'; did you mean 'sage'"),
-    (TREE, {"d_mxa": 3}, "points.0.tree: unknown key 'd_mxa'; did you mean 'd_max'"),
-    (TREE, {"d_min": 9}, "points.0.tree: .*d_min must be at most d_max"),
+    (TREE, {"policy": "saeg"}, "point.tree: unknown tree policy 'saeg'; did you mean 'sage'"),
+    (TREE, {"d_mxa": 3}, "point.tree: unknown key 'd_mxa'; did you mean 'd_max'"),
+    (TREE, {"d_min": 9}, "point.tree: .*d_min must be at most d_max"),
 )
 
 
@@ -213,7 +203,7 @@ def test_invalid_values_are_refused(path: Path) -> None:
 
 def test_a_calibration_is_of_the_points_draft_and_of_the_profiles_prompts(path: Path) -> None:
     content = json.loads(path.read_text())
-    draft, tune_sha256 = content["points"][0]["draft"], content["workload"]["tune_sha256"]
+    draft, tune_sha256 = content["point"]["draft"], content["workload"]["tune_sha256"]
     curves = [[[0.5] * len(GRID)]]
     own = {"curves": curves, "draft": draft["id"], "draft_sha256": draft["sha256"], "workload_sha256": tune_sha256}
     own |= {"num_tokens": 9, "log_loss": 0.1, "raw_log_loss": 0.2}
@@ -223,51 +213,14 @@ def test_a_calibration_is_of_the_points_draft_and_of_the_profiles_prompts(path: 
             {"draft": "digits/other", "draft_sha256": "other"},
             "was fitted to the draft digits/other .*run autotune search",
         ),
-        ({"workload_sha256": "other"}, "points.0.tree.calibration was fitted to other prompts .*run autotune search"),
+        ({"workload_sha256": "other"}, "point.tree.calibration was fitted to other prompts .*run autotune search"),
     ):
-        content["points"][0]["tree"] = {"policy": "priced", "calibration": own | difference}
+        content["point"]["tree"] = {"policy": "priced", "calibration": own | difference}
         path.write_text(json.dumps(content))
         if message is None:
-            assert DecodingProfile.load(path).points[0].calibration is not None
+            assert DecodingProfile.load(path).point.calibration is not None
         else:
             assert_refused(path, message)
-
-
-UNREACHED: tuple[tuple[list[dict[str, Any]], str], ...] = (
-    ([{}, {}], "point 1 is never reached: point 0 precedes it and matches every request that it matches; swap them"),
-    ([{}, {"workload": "read"}, {}], "point 1 is never reached: point 0"),
-    ([{"workload": "read"}, {}, {"temperature": {"max": 0}}, {}], "point 2 is never reached: point 1"),
-    ([{"workload": "read"}, {"workload": "read"}, {}], "point 1 is never reached: point 0"),
-    ([{"prompt_tokens": {"max": 9}}, {"prompt_tokens": {"min": 3, "max": 8}, "workload": "x"}, {}], "point 1 is never"),
-    ([{"workload": "read"}, {"temperature": {"max": 0}}], "the last point must match every request"),
-    ([{"prompt_tokens": {"max": 9}}, {"prompt_tokens": {"min": 10}}], "the last point must match every request"),
-)  # fmt: skip
-
-
-def test_points_that_are_never_reached_and_requests_without_a_point_are_refused(path: Path) -> None:
-    point = json.loads(path.read_text())["points"][0]
-    for whens, message in UNREACHED:
-        change(path, points=[{**point, "when": when} for when in whens])
-        assert_refused(path, message)
-
-
-def test_first_matching_point_is_used(path: Path) -> None:
-    """Conditions may overlap, and a condition may cover an earlier one."""
-    whens: list[Any] = [
-        {"prompt_tokens": {"max": 9}, "workload": "read"},
-        {"prompt_tokens": {"max": 9}},
-        {"prompt_tokens": {"min": 5, "max": 20}},
-        {"workload": "read"},
-        {},
-    ]
-    content = json.loads(path.read_text())
-    change(path, points=[{**content["points"][0], "when": when} for when in whens])
-    profile = DecodingProfile.load(path)
-    requests = ((4, "read"), (7, None), (12, "x"), (99, "read"), (99, None))
-    conditions = [point.when for point in profile.points]
-    for number, (tokens, tag) in enumerate(requests):
-        assert first_match(conditions, temperature=0.0, prompt_tokens=tokens, has_image=True, workload=tag) == number
-    assert profile.point is profile.points[4]
 
 
 def test_version_is_checked_before_the_content(path: Path) -> None:

@@ -35,7 +35,7 @@ def save_profile(folder: Path, *words: str, switches: str = "") -> DecodingProfi
     deployment = deployment.model_copy(update={"command": [*deployment.command, *words]})
     profile = engine_profile(speculation=TUNED, best_default=DEFAULT.label)
     point = profile.point.model_copy(update={"deployment": deployment})
-    profile = profile.model_copy(update={"points": [point], "target": deployment.model})
+    profile = profile.model_copy(update={"point": point, "target": deployment.model})
     profile.save(folder / "profile.json")
     return profile
 

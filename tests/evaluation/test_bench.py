@@ -11,7 +11,6 @@ import pytest
 from pandas import DataFrame
 
 from autotune.console import Console
-from autotune.documents.condition import Condition
 from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile
 from autotune.documents.published_defaults import ARM_NAMES, COMPARED_DEFAULTS, HF_ASSISTED, PROMPT_LOOKUP
 from autotune.drafters.retrieval import RetrievalDraft
@@ -106,19 +105,6 @@ def test_published_configurations_may_have_another_draft() -> None:
         )
     )
     assert by_retrieval == also != by_model and tuned == same
-
-
-def test_every_prompt_is_decoded_by_its_point(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Plain decoding for one task and a tree for all others take as many rounds as each of them alone."""
-    plain, tree = (DecodingProfile.load(world / f"{name}.json") for name in ("plain", "tree"))
-    first = plain.point.model_copy(update={"when": Condition(workload="count")})
-    plain.model_copy(update={"points": [first, tree.point]}).save(world / "points.json")
-    found, alone = bench("points.json", ["chain"]), bench("tree.json", [])["runs"][TUNED]
-    assert list(found["runs"]) == [AR, "chain", TUNED] and found["unavailable"] == {}
-    assert [run["point"] for run in found["runs"][TUNED]] == [0, 1, 1]
-    assert "tuned: 1 by point 0 (workload count), 2 by point 1 (any request)" in capsys.readouterr().err
-    rounds, by_tree = ([run["accepted_lengths"] for run in runs] for runs in (found["runs"][TUNED], alone))
-    assert rounds == [[0] * found["runs"][AR][0]["rounds"], *by_tree[1:]] and rounds[0] != by_tree[0]
 
 
 def test_arms_are_those_of_the_backend() -> None:

@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from autotune.documents.condition import Condition
 from autotune.documents.configuration import Configuration
 from autotune.documents.decoded import Decoded
-from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile
+from autotune.documents.decoding_profile import AR, HF, TUNED
 from autotune.documents.published_defaults import HF_ASSISTED, PROMPT_LOOKUP
 from autotune.documents.subnet import Subnet
 from autotune.evaluation.arms import Arm
-from autotune.evaluation.bench_tables import points_used
 from autotune.evaluation.race import Everyone, Fastest, race
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.runtime_arms import (
@@ -28,13 +26,11 @@ from autotune.evaluation.runtime_arms import (
 )
 from autotune.modeling.graph_memory import graph_memory
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.points import LoadedPoint
 from autotune.runtime.stats import DecodingStats
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
 from autotune.workloads.workload import Workload
 from tests.rehearsal import Rehearsal
 from tests.runtime.test_control import COSTLY, useless_draft
-from tests.sample_documents import decoding_profile
 from tests.tiny_models import Pair, on_device
 
 CHAIN = Configuration(tree={"policy": "chain", "depth": 3})
@@ -111,37 +107,9 @@ PROMPTS = [
 
 @pytest.fixture
 def tuned(pair: Pair, processor: Any) -> DecoderArm:
-    """Two points: for hard prompts a draft that never helps, for all others one that always does."""
-    when = Condition(workload="hard")
-    points = [LoadedPoint(useless_draft(), fallback=COSTLY, when=when), LoadedPoint(pair.target, fallback=COSTLY)]
-    point = decoding_profile().point
-    profile: DecodingProfile = decoding_profile().model_copy(
-        update={"points": [point.model_copy(update={"when": when}), point]}
-    )
-    decoder = Decoder(pair.target, points=points, processor=processor, profile=profile)
+    """A draft that never helps, so that requests fall back to plain steps."""
+    decoder = Decoder(pair.target, useless_draft(), fallback=COSTLY, processor=processor)
     return DecoderArm(TUNED, decoder, RuntimeArms(decoder))
-
-
-def test_every_point_is_warmed_up_once(tuned: DecoderArm, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[str] = []
-    for method in ("generate", "stream"):
-        monkeypatch.setattr(tuned.decoder, method, noted(getattr(tuned.decoder, method), started))
-    runs = runs_of([tuned], PROMPTS)[TUNED]
-    assert [run.plain_steps > 0 for run in runs] == [True, False, True, False, True, True], "the useless draft's"
-    assert (started.count("hard"), started.count("easy")) == (5, 3), "four prompts and two, and a warm-up each"
-    assert [run.point for run in runs] == [int(prompt.settings.task == "easy") for prompt in PROMPTS]
-    assert tuned.decoder.profile is not None
-    assert points_used(tuned.decoder.profile, runs) == "4 by point 0 (workload hard), 2 by point 1 (any request)"
-    again = runs_of([tuned], PROMPTS)[TUNED]
-    assert [run.draft_forwards for run in again] == [run.draft_forwards for run in runs]
-
-
-def noted(method: Any, tasks: list[str]) -> Any:
-    def call(**options: Any) -> Any:
-        tasks.append(options["workload"])
-        return method(**options)
-
-    return call
 
 
 def test_a_disturbed_run_is_not_remembered(tuned: DecoderArm, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,6 @@ def test_replay_many_equals_single_replays() -> None:
     results = together.replay_many(wanted)
     found = [together.candidate(together.resolve(one), result) for one, result in zip(wanted, results, strict=True)]
     assert found == [alone.evaluate(one) for one in wanted]
-    assert together.prompt_ms(wanted).sum(1) == pytest.approx([result.decode_ms.sum() for result in results])
 
 
 def test_round_price_adds_up_to_the_replayed_time() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from autotune.cost.table import ModelShape
-from autotune.documents.condition import Condition
 from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.decoding_profile import (
     ComparedArm,
@@ -81,7 +80,7 @@ class MadeStudy:
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeStudy]:
-    """A profile of two points, and its study next to it."""
+    """A profile, and its study next to it."""
     home = tmp_path_factory.mktemp("home")
     folder = home / ".autotune" / "tests-target-0123"
     prompts = [
@@ -190,21 +189,14 @@ def _profile(evaluator: Evaluator, tune_sha256: str) -> DecodingProfile:
         num_tokens=40,
         identical_outputs=2,
     )
-    last = OperatingPoint(
+    point = OperatingPoint(
         draft=DraftChoice(kind="independent", id=EVIL.id, sha256=EVIL.sha256, subnet=Subnet(visual_keep=0.5)),
         tree=parse_policy(TREE),
         fallback=evaluator.round_price(candidate.configuration),
         predicted=Predicted(
             speedup=candidate.speedup, ms_per_token=candidate.ms_per_token, tokens_per_round=candidate.tokens_per_round
         ),
-        measured=measured.model_copy(update={"num_prompts": 12, "identical_outputs": 12}),
-    )
-    first = last.model_copy(
-        update={
-            "when": Condition(workload="read"),
-            "tree": parse_policy({"policy": "chain", "depth": 3}),
-            "measured": measured.model_copy(update={"speedup": 2.71}),
-        }
+        measured=measured,
     )
     arms = [("ar", None, 1.0), ("chain", 1.51, 1.49), ("eagle2", 1.23, 1.18), ("tuned", None, 1.83)]
     return DecodingProfile(
@@ -219,7 +211,7 @@ def _profile(evaluator: Evaluator, tune_sha256: str) -> DecodingProfile:
         ),
         hardware=DEVICE,
         precision="float32",
-        points=[first, last],
+        point=point,
         evidence=Evidence(
             configurations_replayed=1234,
             best_default="chain",
@@ -256,12 +248,11 @@ def _profile(evaluator: Evaluator, tune_sha256: str) -> DecodingProfile:
 
 
 def _runs(profile: DecodingProfile, overall: Configuration) -> list[dict[str, Any]]:
-    """Runs of the profile's evidence, of both points in turn, and two others: of another arm, and with another time."""
+    """Runs of the profile's evidence, and two others: of another arm, and with another time."""
     counts = {"by_depth": [[5, 4], [3, 2]], "by_rank": [[8, 5], [7, 1]]}
     times = {"target_prefill_ms": 5.0, "draft_prefill_ms": 1.0, "draft_ms": 3.0, "verify_ms": 4.0}
     known = {"arm": overall.key, "acceptance_counts": counts, **times}
     runs = [
-        {**known, "prompt_sha256": one.prompt_sha256, "point": number % 2, "decode_ms": one.decode_ms}
-        for number, one in enumerate(profile.evidence.prompts)
+        {**known, "prompt_sha256": one.prompt_sha256, "decode_ms": one.decode_ms} for one in profile.evidence.prompts
     ]
     return [*runs, runs[0] | {"arm": "another"}, runs[0] | {"decode_ms": 99.0}]

@@ -56,18 +56,15 @@ def test_grids_hold_every_screened_subnet(made: MadeStudy) -> None:
     assert subnet_grids([]) == []
 
 
-def test_acceptance_on_the_points_own_prompts(sources: Sources, made: MadeStudy) -> None:
+def test_acceptance_on_tuning_and_held_out_prompts(sources: Sources, made: MadeStudy) -> None:
     found = acceptance(sources)
-    assert [(one.condition, one.num_replayed, one.num_measured) for one in found] == [
-        ("workload read", 2, 2),
-        ("any other request", 2, 1),
-    ]
+    assert found is not None and (found.num_replayed, found.num_measured) == (4, 3)
     assert len(sources.runs) == 5, "runs of other arms and with other times are no evidence"
-    depth = found[0].tables["depth"]
+    depth = found.tables["depth"]
     measured = depth[["measured_offered", "measured_accepted"]].loc[1:2]
-    assert measured.to_numpy().tolist() == [[10, 8], [6, 4]], "two runs"
+    assert measured.to_numpy().tolist() == [[15, 12], [9, 6]], "three runs"
     trace = made.traces[1]
-    tokens = sum(int(trace.answer_start[p + 1] - trace.answer_start[p]) - 1 for p in (0, 2))
+    tokens = sum(int(trace.answer_start[p + 1] - trace.answer_start[p]) - 1 for p in range(4))
     rounds, accepted = depth.replayed_offered[1], depth.replayed_accepted.sum()
     assert rounds + accepted <= tokens, "plain steps emit the other tokens"
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from autotune.replay.reference_replay import ReplayedRound, rounds
-from autotune.report.examples import DecodedExample, answer_parts, data_uri, examples, round_to_draw
+from autotune.report.examples import DecodedExample, answer_parts, data_uri, decoded_example, round_to_draw
 from autotune.report.prompts import find_prompts
 from autotune.report.sources import Sources
 from autotune.report.tree_drawing import draw_tree, node_rows, visible
@@ -104,26 +104,26 @@ def test_white_space_is_visible() -> None:
     assert visible(" a\n") == "·a⏎" and visible("") == "∅"
 
 
-def examples_of(sources: Sources, **options: Any) -> list[DecodedExample]:
-    return examples(sources, options.get("prompts", find_prompts(sources, None)), NumberTokens())  # type: ignore[arg-type]
+def example_of(sources: Sources, **options: Any) -> DecodedExample:
+    prompts = options.get("prompts", find_prompts(sources, None))
+    example = decoded_example(sources, prompts, NumberTokens())  # type: ignore[arg-type]
+    assert example is not None
+    return example
 
 
-def test_every_point_has_an_example_of_its_own_prompts(sources: Sources) -> None:
-    first, second = examples_of(sources)
-    assert (first.condition, first.policy, first.question) == ("workload read", "chain", f"{QUESTION} 0")
-    # Prompts 1 and 3 meet no other condition; in the trace only the odd prompts have visual tokens.
-    assert (second.condition, second.policy, second.question) == ("any other request", "eagle2", f"{QUESTION} 1")
-    assert len(first.images) == 1 and first.images[0].startswith("data:image/png;base64,")
-    for example in (first, second):
-        emitted = "".join(part.accepted + part.own for part in example.answer)
-        assert example.num_rounds == len(example.answer) and 1 <= example.drawn <= example.num_rounds
-        assert example.tokens_per_round == pytest.approx(len(re.findall(r"<\d+>", emitted)) / example.num_rounds)
-        assert classes(example.svg).count("node accepted") == len(example.shown.path)
+def test_the_example_is_of_a_prompt_with_an_image(sources: Sources) -> None:
+    """In the trace, the odd prompts have visual tokens."""
+    example = example_of(sources)
+    assert (example.policy, example.question) == ("eagle2", f"{QUESTION} 1")
+    emitted = "".join(part.accepted + part.own for part in example.answer)
+    assert example.num_rounds == len(example.answer) and 1 <= example.drawn <= example.num_rounds
+    assert example.tokens_per_round == pytest.approx(len(re.findall(r"<\d+>", emitted)) / example.num_rounds)
+    assert classes(example.svg).count("node accepted") == len(example.shown.path)
 
 
 def test_example_without_its_prompt(sources: Sources) -> None:
-    for example in examples_of(sources, prompts={}):
-        assert example.question is None and example.images == [] and example.answer
+    example = example_of(sources, prompts={})
+    assert example.question is None and example.images == [] and example.answer
 
 
 def test_large_images_are_scaled_down() -> None:

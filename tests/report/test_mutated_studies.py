@@ -152,7 +152,7 @@ def test_a_data_frame_names_a_damaged_number(value: Any, folder: Path) -> None:
         Study(folder).trials_dataframe()
 
 
-RUN_KEYS = ("arm", "prompt", "point", "decode_ms", "acceptance_counts", "accepted_lengths", "new_tokens", "verify_ms")
+RUN_KEYS = ("arm", "prompt", "decode_ms", "acceptance_counts", "accepted_lengths", "new_tokens", "verify_ms")
 
 
 def test_damaged_runs_are_one_line(folder: Path) -> None:

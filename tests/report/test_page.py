@@ -161,13 +161,10 @@ def test_numbers_are_those_of_the_documents(text: str, page: Page, made: MadeStu
         ["all", "1.83x (1.73 to 1.93)", "1.23x (1.13 to 1.33)"],
     ]
     assert "2.01x as fast" in page.text and "measured were 1.87x on these and 1.83x on held-out prompts" in page.text
-    points = [rows for rows in page.tables if rows[0][-1:] == ["identical outputs"]]
-    for rows, point in zip(points, made.profile.points, strict=True):
-        measured = point.measured
-        assert measured is not None and point.predicted is not None
-        assert rows[1][1] == f"{point.predicted.speedup:.2f}x"
-        num = measured.num_prompts
-        assert rows[2][1:] == [f"{measured.speedup:.2f}x", "1.55 to 2.17", "2.34", "876", f"{num}", f"{num}/{num}"]
+    rows, point = page.table("identical outputs"), made.profile.point
+    assert point.measured is not None and point.predicted is not None
+    assert rows[1][1] == f"{point.predicted.speedup:.2f}x"
+    assert rows[2][1:] == [f"{point.measured.speedup:.2f}x", "1.55 to 2.17", "2.34", "876", "2", "2/2"]
     assert page.text.count("Measured on 2 prompts only") == 1
     grid = page.table("heads")
     assert grid == [["heads", "25 %", "50 %", "100 %"], *grid[1:]]
@@ -181,10 +178,13 @@ def test_numbers_are_those_of_the_documents(text: str, page: Page, made: MadeStu
         assert sha256 in page.text
 
 
-def test_points_are_described_in_words(page: Page) -> None:
+def test_the_point_is_described_in_words(page: Page) -> None:
     draft = "(independent) drafts, with 50 % of the visual tokens."
-    tree = "The tree policy is chain: at most 3 drafted tokens"
-    assert f"{draft} {tree} per round in up to 3 levels. The output is lossless" in page.text
+    tree = "The tree policy is eagle2: at most 9 drafted tokens"
+    assert (
+        f"{draft} {tree} per round in up to 4 levels, with up to 3 expanded nodes per level. The output is lossless"
+        in page.text
+    )
 
 
 def test_page_of_a_profile_alone_says_what_is_missing(made: MadeStudy, tmp_path: Path) -> None:
@@ -221,8 +221,8 @@ def test_profile_that_falls_back_to_plain_decoding(made: MadeStudy, tmp_path: Pa
         one.model_copy(update={"speedup": 0.8}) if one.name == "tuned" else one for one in profile.evidence.compared
     ]
     evidence = profile.evidence.model_copy(update={"compared": compared})
-    points = [profile.points[-1].model_copy(update={"draft": None, "tree": None})]
-    profile.model_copy(update={"points": points, "evidence": evidence}).save(tmp_path / "p.json")
+    point = profile.point.model_copy(update={"draft": None, "tree": None})
+    profile.model_copy(update={"point": point, "evidence": evidence}).save(tmp_path / "p.json")
     page = Page(render(Content(find_sources(tmp_path / "p.json"))))
     assert "Measured speedup over plain decoding1.00x" in page.text and "Plain decoding is the fastest" in page.text
     assert [row[0] for row in page.table("arm")[1:] if "this profile" in row[0]] == ["ar: this profile"]

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from autotune.documents.condition import Condition
 from autotune.errors import UserError
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.metrics import PrometheusMetrics
-from autotune.runtime.points import LoadedPoint
 from autotune.runtime.stats import DecodingStats
 from autotune.trees.fallback import RoundPrice
 from tests.tiny_models import Inputs, Pair
@@ -23,12 +21,7 @@ NEVER_PAYS = RoundPrice(round_steps=90.0, level_steps=9.0, node_steps=9.0)
 
 @pytest.fixture
 def decoder(pair: Pair) -> Decoder:
-    """Plain decoding for the task ``plain``, a fallback that soon decodes plainly for ``dear``, and chains for all
-    others.
-    """
-    chain = LoadedPoint(pair.draft, tree=CHAIN)
-    dear = LoadedPoint(chain.draft, tree=CHAIN, fallback=NEVER_PAYS, when=Condition(workload="dear"))
-    return Decoder(pair.target, points=[LoadedPoint(None, when=Condition(workload="plain")), dear, chain])
+    return Decoder(pair.target, pair.draft, tree=CHAIN)
 
 
 def decode(decoder: Decoder, inputs: Inputs, **settings: Any) -> DecodingStats:
@@ -46,36 +39,37 @@ def test_requests_are_logged(decoder: Decoder, prompts: dict[str, Inputs], caplo
         stream.close()  # type: ignore[attr-defined]
     finished, stopped = caplog.records
     assert finished.message.startswith(f"finished: {stats.prompt_tokens} prompt tokens, {stats.new_tokens} new tokens")
-    assert ", point 2, " in finished.message
     assert finished.stats == stats.to_json()  # type: ignore[attr-defined]
     assert stopped.message.startswith("stopped: ") and "1 new tokens, 0 rounds" in stopped.message
 
 
-def test_prometheus_metrics_add_up_to_the_statistics(decoder: Decoder, prompts: dict[str, Inputs]) -> None:
+def test_prometheus_metrics_add_up_to_the_statistics(decoder: Decoder, pair: Pair, prompts: dict[str, Inputs]) -> None:
+    """Of chains, of plain decoding, and of requests that soon fall back to it."""
     prometheus = pytest.importorskip("prometheus_client")
     registry = prometheus.CollectorRegistry()
-    decoder.observers.append(PrometheusMetrics(decoder.points, registry))
+    metrics = PrometheusMetrics(registry)
+    without_draft = Decoder(decoder.target)
+    dear = Decoder(decoder.target, decoder.draft, tree=CHAIN, fallback=NEVER_PAYS)
+    for observed in (decoder, without_draft, dear):
+        observed.observers.append(metrics)
 
     def value(name: str, **labels: Any) -> float:
         found = registry.get_sample_value(f"autotune_{name}", {key: str(label) for key, label in labels.items()})
         assert found is not None, (name, labels)
         return found
 
-    assert value("rounds_total", point=2) == 0 and value("point", point=0, when="workload plain", tree="plain") == 1
+    assert value("rounds_total") == 0
     inputs = next(iter(prompts.values()))
-    chain = decode(decoder, inputs)
-    plain = decode(decoder, inputs, workload="plain")
-    every = [chain, plain, *(decode(decoder, inputs, workload="dear") for _ in range(3))]
+    chain, plain = decode(decoder, inputs), decode(without_draft, inputs)
+    every = [chain, plain, *(decode(dear, inputs) for _ in range(3))]
     stream = decoder.stream(**inputs, max_new_tokens=12)
     next(stream)
     stream.close()  # type: ignore[attr-defined]
     assert chain.acceptance_counts.by_depth[1, 0] == chain.rounds > 0
-    assert [value("requests_total", point=n, outcome="finished") for n in range(3)] == [1, 3, 1]
-    assert value("requests_total", point=2, outcome="stopped") == 1
+    assert value("requests_total", outcome="finished") == 5 and value("requests_total", outcome="stopped") == 1
     assert value("new_tokens_total") == sum(stats.new_tokens for stats in every) + 1
     assert value("prompt_tokens_total") == 6 * chain.prompt_tokens
-    for number in range(3):
-        assert value("rounds_total", point=number) == sum(stats.rounds for stats in every if stats.point == number)
+    assert value("rounds_total") == sum(stats.rounds for stats in every)
     assert value("plain_steps_total") == sum(stats.plain_steps for stats in every) >= plain.rounds
     assert value("draft_tokens_total") == sum(sum(stats.verified_nodes) for stats in every)
     assert value("accepted_tokens_total") == sum(sum(stats.accepted_lengths) for stats in every)
@@ -87,10 +81,10 @@ def test_prometheus_metrics_add_up_to_the_statistics(decoder: Decoder, prompts: 
     assert sum(value("seconds_total", phase=phase) for phase in phases) >= spent * 0.999
     assert value("first_token_seconds_count") == 6 and value("token_seconds_count") == 5
     with pytest.raises(UserError, match="the registry counts another decoder; give each decoder a registry of its own"):
-        decoder.observers.append(PrometheusMetrics(decoder.points, registry))
+        PrometheusMetrics(registry)
 
 
-def test_without_the_package_metrics_are_refused_in_one_line(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_metrics_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(UserError, match=r'need prometheus-client; pip install "autotune-speculative\[metrics\]"'):
-        PrometheusMetrics(decoder.points)
+        PrometheusMetrics()

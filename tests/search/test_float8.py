@@ -152,13 +152,13 @@ def test_a_profile_and_an_estimate_have_the_weights(
     assert whole is not None and rounded is not None and rounded.layer_kernels > whole.layer_kernels
     assert rounded.bytes_per_parameter < whole.bytes_per_parameter
     profile = decoding_profile(pool.target_reference, pool.references[draft])
-    choice = DraftChoice(kind="mtp", **profile.points[0].draft.model_dump(include={"id", "sha256"}), subnet=FLOAT8)  # type: ignore[union-attr]
-    point = profile.points[0].model_copy(update={"draft": choice})
+    choice = DraftChoice(kind="mtp", **profile.point.draft.model_dump(include={"id", "sha256"}), subnet=FLOAT8)  # type: ignore[union-attr]
+    point = profile.point.model_copy(update={"draft": choice})
     path = tmp_path / "profile.json"
-    profile.model_copy(update={"points": [point]}).save(path)
+    profile.model_copy(update={"point": point}).save(path)
     with pytest.warns(UserWarning, match="output is the same"):
         decoder = load(path, target=pair.target)
-    assert decoder.points[0].draft.subnet.weights == "float8"
+    assert decoder.draft.subnet.weights == "float8"
     assert torch.equal(
         decoder.generate(**prompts["text"], max_new_tokens=16).sequences,
         Decoder(Target(pair.target)).generate(**prompts["text"], max_new_tokens=16).sequences,
@@ -177,4 +177,4 @@ def test_a_search_measures_weights_where_they_are_offered(
     search(SearchSettings(**models, **job, output=tmp_path / "profile.json", budget_s=60, num_trials=2), Console())
     (path, *_) = tmp_path.rglob("*.cost.json")
     assert [costs.weights for costs in CostTable.load(path).drafts] == [None, "float8"]
-    assert DecodingProfile.load(tmp_path / "profile.json").points
+    assert DecodingProfile.load(tmp_path / "profile.json").point

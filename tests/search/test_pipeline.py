@@ -60,7 +60,7 @@ def test_a_search_that_is_interrupted_ends_with_the_same_winner(
             profile = estimated_search(pair, tmp_path / "interrupted", num_trials=60)
         except KeyboardInterrupt:
             num_interrupted += 1
-    assert num_interrupted >= 2 and profile.points == whole.points
+    assert num_interrupted >= 2 and profile.point == whole.point
 
 
 def test_the_study_of_a_cut_search_has_its_records(
