@@ -11,7 +11,7 @@ from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import AR, HF, TUNED, Differences
 from autotune.evaluation.divergence import divergences_from_plain
 from autotune.evaluation.race import Fastest, TimeLimit
-from autotune.evaluation.runtime_arms import DecoderArm, HuggingFaceArm
+from autotune.evaluation.runtime_arms import DecoderArm
 from autotune.evaluation.summary import ms_per_token
 from autotune.replay.draws import time_draws
 from autotune.replay.evaluator import Evaluator
@@ -45,22 +45,20 @@ def evaluate(tuning: Tuning, plan: Plan, finalists: Finalists, races: Races) -> 
         kept_prompts=plan.kept_prompts[0],
         ends=lambda _: False,
     )
-    hugging_face = HuggingFaceArm(HF, races.arms, threads=races.arms.decoder.threads)
     limit = TimeLimit(end, thresholds.MIN_PROMPTS, deadline)
     seed = tuning.settings.seed + 1
     measured = races.run(
-        "evaluation", {TUNED: winner, **others}, prompts, rule, limit, seed=seed, others=[hugging_face]
+        "evaluation", {TUNED: winner, **others}, prompts, rule, limit, seed=seed, others=[races.hugging_face()]
     )
     equal = [name for name in defaults if name not in others]  # have the runs of the winner
     runs = measured.runs | dict.fromkeys(equal, measured.runs[TUNED])
     configurations = {AR: None, HF: None, **defaults, TUNED: winner}
-    tuned = races.arms.arm(TUNED, winner)
     evaluation = Evaluation(
         runs={name: runs[name] for name in configurations},
         configurations=configurations,
         predicted={name: evaluator.speedup(c) for name, c in configurations.items() if c is not None},
         best_default=min([*measured.remaining, *equal], key=lambda name: ms_per_token(runs[name]), default=None),
-        differences=differences_of(tuned, tuning.held_out, measured.runs, deadline),
+        differences=differences_of(races.arms.arm(TUNED, winner), tuning.held_out, measured.runs, deadline),
     )
     print_evaluation(evaluation, tuning.console)
     return evaluation
@@ -91,7 +89,9 @@ def differences_of(
 ) -> Differences:
     """Examine the answers of the winner that differ from plain decoding, until ``deadline`` of ``time.monotonic``."""
     num = sum(a.tokens_sha256 != b.tokens_sha256 for a, b in zip(runs[tuned.name], runs[AR], strict=True))
-    decoded = tuned.arms.conversations.follow_all(workload.prompts[: len(runs[tuned.name]) if num else 0])
+    if num == 0:
+        return Differences()
+    decoded = tuned.arms.conversations.follow_all(workload.prompts[: len(runs[tuned.name])])
     longest_s = max(run.target_prefill_ms + run.decode_ms for run in runs[AR]) / 1e3  # an examination decodes plainly
     found = divergences_from_plain(tuned, decoded, runs[tuned.name], runs[AR], deadline - longest_s)
     is_exact = tuned.decoder.target.text.is_exact

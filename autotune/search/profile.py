@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from autotune.documents.configuration import Configuration
 from autotune.documents.contention import Contention
 from autotune.documents.decoding_profile import (
@@ -35,8 +33,8 @@ def predicted_profile(tuning: Tuning, plan: Plan, prompts: TuningPrompts, trees:
     chosen = None
     if fastest.speedup >= 1.0:
         chosen = prompts.full.with_fallback(prompts.full.evaluate(fastest.configuration)).configuration
-    point = _point(tuning, prompts, chosen)
-    return _profile(tuning, plan, prompts, point, configurations_replayed=trees.num_replayed)
+    evidence = Evidence(configurations_replayed=trees.num_replayed)
+    return _profile(tuning, plan, prompts, _point(tuning, prompts, chosen), evidence)
 
 
 def measured_profile(
@@ -52,12 +50,7 @@ def measured_profile(
     is_faster = evaluation.summaries[TUNED].speedup >= 1.0
     name = TUNED if is_faster else AR
     point = _point(tuning, prompts, winner.configuration if is_faster else None)
-    return _profile(
-        tuning,
-        plan,
-        prompts,
-        point.model_copy(update={"measured": evaluation.measured(name)}),
-        contention,
+    evidence = Evidence(
         configurations_replayed=trees.num_replayed,
         shrinkage=Shrinkage(
             predicted_on_choosing=prompts.choosing.speedup(winner.configuration),
@@ -69,6 +62,8 @@ def measured_profile(
         differences=evaluation.differences if is_faster else None,
         **evaluation.evidence(name),
     )
+    point = point.model_copy(update={"measured": evaluation.measured(name)})
+    return _profile(tuning, plan, prompts, point, evidence, contention)
 
 
 def _profile(
@@ -76,10 +71,10 @@ def _profile(
     plan: Plan,
     prompts: TuningPrompts,
     point: OperatingPoint,
+    evidence: Evidence,
     contention: Contention | None = None,
-    **evidence: Any,
 ) -> DecodingProfile:
-    """A profile with this way to decode; ``evidence`` has the fields of ``Evidence``."""
+    """The profile of a search with this way to decode."""
     table, tune, settings = prompts.full.table, prompts.workload, tuning.settings
     any_trace = next(iter(prompts.full.traces.values()))
     return DecodingProfile(
@@ -98,7 +93,7 @@ def _profile(
         hardware=table.device if tuning.device is None else tuning.pool.device,
         **{name: getattr(table, name) for name in EXECUTION},
         point=point,
-        evidence=Evidence(degenerate=degenerate_in(any_trace, tune), **evidence),
+        evidence=evidence.model_copy(update={"degenerate": degenerate_in(any_trace, tune)}),
     )
 
 

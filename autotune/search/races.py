@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration
+from autotune.documents.decoding_profile import HF
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.race import Fastest, Race, TimeLimit, race
-from autotune.evaluation.runtime_arms import arms_of_pool
+from autotune.evaluation.runtime_arms import HuggingFaceArm, arms_of_pool
 from autotune.search.tuning import Tuning
 from autotune.study.storage import RUNS
 from autotune.workloads.prompt import WorkloadPrompt
@@ -22,6 +23,10 @@ class Races:
         self.arms = arms_of_pool(tuning.pool, table)
         context = [tuning.pool.key, (table.threads, table.prefill_threads)]
         self.runner = self.arms.runner(tuning.folder / RUNS, context=context)
+
+    def hugging_face(self) -> Arm:
+        """Hugging Face's ``generate`` with the same target and threads."""
+        return HuggingFaceArm(HF, self.arms, threads=self.arms.decoder.threads)
 
     def run(
         self,

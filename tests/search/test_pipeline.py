@@ -17,10 +17,9 @@ from autotune.evaluation.runtime_arms import DecoderArm
 from autotune.measuring.settings import CostSettings
 from autotune.modeling.graph_memory import graph_memory
 from autotune.report.sources import find_sources
-from autotune.search import thresholds
-from autotune.search.pipeline import search
+from autotune.search import finalists, thresholds
 from autotune.search.clock import StageClock
-
+from autotune.search.pipeline import search
 from autotune.study.ledger import Ledger
 from autotune.study.search_settings import SearchSettings
 from tests.cli.test_end_to_end import write_small_job
@@ -96,8 +95,8 @@ def test_searches_capture_nothing_in_timed_runs_and_leave_no_memory(
         return answer
 
     monkeypatch.setattr(DecoderArm, "generate", checked)
-    monkeypatch.setattr(ProfileSelection, "candidates", lambda self, count: self.trees.fastest[:count])
-    monkeypatch.setattr(thresholds, "ROUNDS", ((4, 6, None), (4, 2, 2)))
+    monkeypatch.setattr(finalists, "choose_finalists", lambda fastest, evaluator, count: fastest[:count])
+    monkeypatch.setattr(thresholds, "RACE_SIZES", ((4, 6, None), (4, 2, 2)))
     monkeypatch.setattr(thresholds, "MAX_PASSES", 1)
     monkeypatch.setattr(CostSettings, "time_limit_s", 10.0)
     models = {"target": str(pair.target_folder), "drafts": (str(pair.draft_folder),)}

@@ -20,15 +20,17 @@ from autotune.errors import UserError
 from autotune.recording.traces import recorder_of
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.model_pool import ModelPool
+from autotune.search import clock as clocks
 from autotune.search import pipeline
-from autotune.search import plan as plans
-from autotune.search.plan import RATE_TOKENS, Rates, SearchSize, StageClock, make_plan, measure_rates
+from autotune.search.clock import StageClock
+from autotune.search.plan import Rates, SearchSize, make_plan, measure_rates
 from autotune.search.thresholds import (
     ANSWERS_SHARE,
     KEPT_PROMPTS,
     LEAST_TOKENS,
     MAX_SCREENING_SHARE,
     MIN_TRACED_PROMPTS,
+    RATE_TOKENS,
     STAGES,
 )
 from autotune.study.search_settings import SearchSettings
@@ -188,21 +190,21 @@ def test_a_search_for_another_device_times_nothing() -> None:
 
 def test_time_that_a_stage_leaves_goes_to_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr(plans, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now)}))
-    clock = StageClock(now + 100)
+    monkeypatch.setattr(clocks, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now)}))
+    clock = StageClock(100)
     assert clock.deadline_of("cost table") == pytest.approx(now + 100 * STAGES["cost table"])
     assert clock.deadline_of("evaluation") == pytest.approx(now + 100), "the last stage has all the time left"
     only_table = clock.deadline_of("screening") - now
     assert only_table > 100 * STAGES["screening"], "nothing was spent on the table"
     now = 1200.0
     assert clock.deadline_of("finalists") == now, "no time is left"
-    assert list(StageClock(time.monotonic(), ("tree search",)).weights) == ["tree search"]
+    assert list(StageClock(100, is_timed=False).weights) == ["screening", "traces", "tree search"]
 
 
 def test_a_stage_leaves_later_ones_what_they_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr(plans, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now)}))
-    clock = StageClock(now + 100, ("traces", "finalists", "evaluation"))
+    monkeypatch.setattr(clocks, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now)}))
+    clock = StageClock(100)
     clock.kept_s = {"traces": 10.0, "finalists": 20.0, "evaluation": 40.0}
     share = STAGES["traces"] / sum(STAGES[name] for name in clock.weights)
     assert clock.deadline_of("traces") == pytest.approx(now + 10 + share * 30)
@@ -215,8 +217,8 @@ def test_a_stage_leaves_later_ones_what_they_keep(monkeypatch: pytest.MonkeyPatc
 
 def test_a_stage_may_get_another_share_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr(plans, "time", SimpleNamespace(monotonic=lambda: now))
-    clock = StageClock(now + 100, ("screening", "traces", "evaluation"))
+    monkeypatch.setattr(clocks, "time", SimpleNamespace(monotonic=lambda: now))
+    clock = StageClock(100)
     clock.set_share("screening", 0.6)
     assert clock.deadline_of("screening") == pytest.approx(now + 60)
     traces, evaluation = (STAGES[name] for name in ("traces", "evaluation"))
@@ -238,17 +240,16 @@ def test_the_budget_begins_when_the_models_are_loaded(
     """The steps of trees are compiled in another thread meanwhile, whose error is not lost."""
     threads: list[Thread] = []
     monkeypatch.setattr(pipeline, "compile_steps", lambda: threads.append(current_thread()))
-    monkeypatch.setattr(pipeline, "time", SimpleNamespace(monotonic=iter([100.0, 141.0, 150.0]).__next__))
+    monkeypatch.setattr(pipeline, "time", SimpleNamespace(monotonic=iter([100.0, 141.0]).__next__))
     models = {"target": str(pair.target_folder), "drafts": (str(pair.draft_folder),)}
     settings = SearchSettings(**models, device="cpu", budget_s=90.5, folder=tmp_path)
-    run = pipeline._SearchRun(settings, Console())
-    run.begin()
-    assert run.clock.deadline == 240.5 and len(threads) == 1 and main_thread() not in threads
+    tuning = pipeline.begin(settings, Console())
+    assert tuning.clock.spent_s < 1 and len(threads) == 1 and main_thread() not in threads
     assert "models loaded in 41 s; the budget of 90.5 s begins now" in capsys.readouterr().err
     monkeypatch.setattr(pipeline, "time", time)
     monkeypatch.setattr(pipeline, "compile_steps", Mock(side_effect=RuntimeError("of the compiler")))
     with pytest.raises(RuntimeError, match="of the compiler"):
-        pipeline._SearchRun(settings, Console())
+        pipeline.begin(settings, Console())
 
 
 def test_a_gpu_loads_measures_and_answers_as_the_search_decodes(

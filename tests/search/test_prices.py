@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
@@ -19,10 +18,10 @@ from autotune.runtime.draft_variants import variants_of
 from autotune.runtime.model_pool import ModelPool
 from autotune.search import prices
 from autotune.search.prices import local_table, table_for_gpu
-from autotune.study.ledger import Ledger
 from autotune.study.spaces import load_space
 from autotune.workloads.workload import Workload
 from tests.sample_documents import cost_table
+from tests.search.conftest import SPACE, tuning_of
 from tests.tiny_models import Pair
 
 
@@ -33,10 +32,8 @@ def model_pool(pair: Pair) -> ModelPool:
 
 @pytest.fixture
 def table(model_pool: ModelPool, evaluate: Workload, tmp_path: Path) -> Callable[..., CostTable]:
-    """The table of a search in ``tmp_path``."""
-    priced = priced_variants(variants_of(model_pool, load_space("quick")))
-    ledger = Ledger(tmp_path / "ledger.sqlite")
-    return partial(local_table, model_pool, priced, evaluate, tmp_path, ledger, Console())
+    """The table of a search in ``tmp_path``, by its time limit."""
+    return partial(local_table, tuning_of(model_pool, evaluate, tmp_path, SPACE), evaluate)
 
 
 @pytest.fixture
@@ -78,8 +75,8 @@ def test_an_interrupted_measurement_continues(
 
     monkeypatch.setattr(prices, "measure_table", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        table()
-    assert table() == measured[0]
+        table(90.0)
+    assert table(90.0) == measured[0]
     assert logs[1].header == LogHeader(threads=2) and logs[1].blocks == [block]
     assert "cost table continued from 2 samples of an interrupted run" in capsys.readouterr().err
     assert not list(tmp_path.glob("*.cost.jsonl"))
@@ -87,19 +84,19 @@ def test_an_interrupted_measurement_continues(
 
 def test_table_is_measured_once(table: Callable[..., CostTable], measured: list[CostTable], tmp_path: Path) -> None:
     """It is reused from the folder or, if its file is gone, from the ledger; another time limit measures again."""
-    first = table(time_limit_s=5.0)
-    assert first == measured[0] == table(time_limit_s=5.0)
+    first = table(5.0)
+    assert first == measured[0] == table(5.0)
     (path,) = tmp_path.glob("*.cost.json")
     path.unlink()
-    assert table(time_limit_s=5.0) == first and CostTable.load(path) == first and len(measured) == 1
-    table()
+    assert table(5.0) == first and CostTable.load(path) == first and len(measured) == 1
+    table(90.0)
     assert len(measured) == 2 and len(list(tmp_path.glob("*.cost.json"))) == 2
 
 
 def test_table_of_another_model_device_or_precision_is_refused(
     table: Callable[..., CostTable], measured: list[CostTable], tmp_path: Path
 ) -> None:
-    known = table()
+    known = table(90.0)
     (path,) = tmp_path.glob("*.cost.json")
     changes: list[tuple[dict[str, object], str]] = [
         ({"target": ModelReference(id="tests/other", sha256="e" * 64)}, "this one is of 'tests/other'"),
@@ -109,7 +106,7 @@ def test_table_of_another_model_device_or_precision_is_refused(
     for change, message in changes:
         known.model_copy(update=change).save(path)
         with pytest.raises(UserError, match=message) as refused:
-            table()
+            table(90.0)
         assert str(refused.value).startswith(f"{path}: ")
 
 

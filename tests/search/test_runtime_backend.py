@@ -8,9 +8,9 @@ from autotune.console import Console
 from autotune.documents.configuration import configuration_of
 from autotune.engines.backend import Backend
 from autotune.engines.contract import BackendContract
-from autotune.search import inputs
-from autotune.search.inputs import SearchInputs
+from autotune.search import prices
 from autotune.search.runtime_backend import RuntimeBackend
+from autotune.search.tuning import Tuning
 from autotune.study.search_settings import SearchSettings
 from autotune.workloads.prompt import WorkloadPrompt
 from tests.sample_documents import cost_table, write_workload
@@ -38,19 +38,19 @@ class TestRuntimeBackend(BackendContract):
         settings = SearchSettings(
             target=target, drafts=drafts, workload=workload, space=space, folder=folder, jobs=1, device="cpu"
         )
-        return RuntimeBackend(target, SearchInputs(settings, Console()))
+        return RuntimeBackend(target, Tuning.load(settings, Console()))
 
     @pytest.fixture
     def backend(self, made: RuntimeBackend, monkeypatch: pytest.MonkeyPatch) -> RuntimeBackend:
-        known, pool = cost_table(), made.inputs.model_pool
+        known, pool = cost_table(), made.tuning.pool
         draft = known.drafts[0].model_copy(update={"draft": next(iter(pool.references.values()))})
         table = known.model_copy(update={"target": pool.target_reference, "device": pool.device, "drafts": [draft]})
-        monkeypatch.setattr(inputs, "local_table", lambda *_, **limit: table)
+        monkeypatch.setattr(prices, "local_table", lambda *_: table)
         return made
 
     @pytest.fixture
     def prompts(self, made: RuntimeBackend) -> list[WorkloadPrompt]:
-        return list(made.inputs.tune.prompts)
+        return list(made.tuning.tune.prompts)
 
     def test_the_deployed_command_names_the_model_and_the_speculation(self, backend: Backend) -> None:
         """The runtime deploys an operating point of a profile."""
