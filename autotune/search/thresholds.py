@@ -21,9 +21,7 @@ LEAST_TOKENS = 16  # answers are not shortened below this number of tokens
 KEPT_PROMPTS = ((16, 8, 2, 2), (16, 8, 2, 1), (16, 8, 1, 1), (8, 4, 2, 2))
 RATE_TOKENS = 6  # tokens that are decoded to measure the target's speed
 RATE_RUNS = 2  # times that they are decoded
-TABLE_STEPS = (
-    90  # plain steps that the smallest cost table takes for the target; deadlines keep the budget if it is more
-)
+TABLE_STEPS = 90  # plain steps that the smallest cost table takes for the target
 TABLE_STEPS_OF_DRAFT = 30  # the same for each draft
 FULL_TABLE = 8  # times the smallest cost table, the table that nothing cuts
 TRACE_STEPS = 1.0  # plain steps that a draft's proposals at one position of an answer take

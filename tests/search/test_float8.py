@@ -122,9 +122,6 @@ def test_a_search_offers_weights_that_the_device_multiplies(
     assert len(priced_variants(variants)) == len(_recorded_together(pool, variants)) == len(variants)
     asked_for = load_space("full", ("weights=float8",))
     assert {subnet.weights for draft, subnet in variants_of(pool, asked_for)[:1]} == {"float8"}
-    alone = ModelPool(str(pair.target_folder), [independent], device)
-    with pytest.raises(UserError, match=r"only drafts that read the target's features have weights to choose"):
-        variants_of(alone, asked_for)
     with pytest.raises(UserError, match="leave heads, injection_layer, operator, vocabulary and weights out"):
         load_draft(independent, pool.target, FLOAT8)
 

@@ -205,6 +205,7 @@ def test_a_stage_leaves_later_ones_what_they_keep(monkeypatch: pytest.MonkeyPatc
     now = 1000.0
     monkeypatch.setattr(clocks, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now)}))
     clock = StageClock(100)
+    clock.weights = {name: STAGES[name] for name in ("traces", "finalists", "evaluation")}
     clock.kept_s = {"traces": 10.0, "finalists": 20.0, "evaluation": 40.0}
     share = STAGES["traces"] / sum(STAGES[name] for name in clock.weights)
     assert clock.deadline_of("traces") == pytest.approx(now + 10 + share * 30)
@@ -219,6 +220,7 @@ def test_a_stage_may_get_another_share_of_the_budget(monkeypatch: pytest.MonkeyP
     now = 1000.0
     monkeypatch.setattr(clocks, "time", SimpleNamespace(monotonic=lambda: now))
     clock = StageClock(100)
+    clock.weights = {name: STAGES[name] for name in ("screening", "traces", "evaluation")}
     clock.set_share("screening", 0.6)
     assert clock.deadline_of("screening") == pytest.approx(now + 60)
     traces, evaluation = (STAGES[name] for name in ("traces", "evaluation"))
