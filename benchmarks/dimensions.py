@@ -28,7 +28,7 @@ from autotune.recording.traces import record_traces
 from autotune.replay.evaluator import Evaluator
 from autotune.runtime.draft_variants import variants_of
 from autotune.runtime.model_pool import ModelPool
-from autotune.search.screening import ScreenedSubnet, screen
+from autotune.search.screening import ScreenedSubnet, ScreeningWork, screen_units
 from autotune.search.tree_search import search_trees
 from autotune.study.ledger import Ledger
 from autotune.study.spaces import bounds_of, load_space
@@ -80,7 +80,8 @@ def main(
         load_workload("digits", "evaluate", num_prompts=prompts),
     )
     ledger, bounds = Ledger(study / LEDGER), bounds_of(space)
-    screened = screen(model_pool, variants_of(model_pool, space), costs, tune, study, ledger, console)
+    work = ScreeningWork(variants_of(model_pool, space), costs, tune, study, ledger)
+    screened = screen_units(model_pool, 0, work)
     default = next(
         one
         for one in screened

@@ -31,6 +31,7 @@ from autotune.files import read_lines
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.loading import RETRIEVAL, load_model
 from autotune.replay.evaluator import Evaluator
+from autotune.runtime import model_pool
 from autotune.runtime.model_pool import ModelPool
 from autotune.search import pipeline
 from autotune.study.document import load_study
@@ -83,7 +84,7 @@ def simulated_pool(device: SimulatedDevice, draft: str) -> type[ModelPool]:
             super().__init__(*arguments, **options)
             text = self.target.text
             device.simulate(LLAMA_8B, text.layers, self.target.model)
-            model = self._full_drafts[draft].standalone_model
+            model = self.drafts[draft].standalone_model
             assert model is not None
             device.simulate(LLAMA_1B, model.model.layers, model)
 
@@ -144,8 +145,8 @@ def simulate(settings: SearchSettings, gpu: str, num_random: int, num_decoded: i
                 super().__init__(*arguments, **options)
                 made.append((device.now_s(), self))
 
-        pipeline.ModelPool, pipeline.Evaluator = KeptPool, KeptEvaluator  # type: ignore[misc]
-        pipeline.search_trees = device.charged(pipeline.search_trees)
+        model_pool.ModelPool, pipeline.Evaluator = KeptPool, KeptEvaluator  # type: ignore[misc]
+        pipeline.tune_trees = device.charged(pipeline.tune_trees)
         torch.set_num_threads(1)
         profile = pipeline.search(settings, Console())
         (loaded_s, pool), evaluator = made[:2]

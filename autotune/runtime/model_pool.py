@@ -147,10 +147,6 @@ class ModelPool:
     def precision(self) -> str:
         return self.target.text.precision
 
-    def kind(self, draft: str) -> str:
-        """The kind of a draft: ``star``, ``independent``, ..."""
-        return self.drafts[draft].kind
-
     def draft(self, draft: str, subnet: Subnet | None = None) -> LoadedDraft:
         """A draft with the heads, injection layer, vocabulary, weights and operator of a subnet; its visual tokens are
         selected per prompt.
@@ -180,7 +176,9 @@ class ModelPool:
             return OperatingPoint(draft=None, tree=None, predicted=None, measured=None)
         known = self.references[configuration.draft or next(iter(self.references))]
         return OperatingPoint(
-            draft=DraftChoice(kind=self.kind(known.id), id=known.id, sha256=known.sha256, subnet=configuration.subnet),
+            draft=DraftChoice(
+                kind=self.drafts[known.id].kind, id=known.id, sha256=known.sha256, subnet=configuration.subnet
+            ),
             tree=parse_policy(configuration.tree),
             fallback=configuration.fallback,
             predicted=None,
@@ -195,10 +193,6 @@ class ModelPool:
     def has_states(self) -> bool:
         """Whether the target or a draft keeps recurrent or convolution states, so that only chains are decoded."""
         return self.target.has_states or any(draft.has_states for draft in self.drafts.values())
-
-    def supernet_layers(self, draft: str) -> tuple[int, ...]:
-        """The layers of the target that a supernet can read; empty for other drafts."""
-        return self.drafts[draft].dimensions.injection_layers
 
     @property
     def key(self) -> str:

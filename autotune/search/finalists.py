@@ -36,7 +36,7 @@ def published_defaults(pool: ModelPool) -> dict[str, Configuration]:
     """The published defaults to compare with, each with a draft of its paper's kind where one is loaded. With
     recurrent states, these are chains only.
     """
-    by_kind = {pool.kind(draft): draft for draft in reversed(pool.references)}
+    by_kind = {pool.drafts[draft].kind: draft for draft in reversed(pool.references)}
     first = next(iter(pool.references))
     return {
         name: default.model_copy(update={"draft": by_kind.get(name, by_kind.get("independent", first))})
@@ -136,13 +136,13 @@ def measure_finalists(
     """
     deadline, last = tuning.clock.deadline_of("finalists"), tuning.clock.limit_of("finalists")
     seed, console = tuning.settings.seed, tuning.console
-    left_s = deadline - time.monotonic()
-    first_deadline = deadline - thresholds.SECOND_RACE_SHARE * left_s
+    now = time.monotonic()
+    first_deadline = now + (1.0 - thresholds.SECOND_RACE_SHARE) * (deadline - now)
     candidates = choose_finalists(confirmable(trees.fastest), prompts.confirming, thresholds.RACE_SIZES[0][1])
     whole = Entrants(
         _named([prompts.confirming.with_fallback(one) for one in candidates]), published_defaults(tuning.pool), 0
     )
-    seconds = {**dict.fromkeys(thresholds.RACE_SIZES, first_deadline - time.monotonic()), plan.kept_prompts[1:]: left_s}
+    seconds = {**dict.fromkeys(thresholds.RACE_SIZES[:-1], first_deadline - now), plan.kept_prompts[1:]: deadline - now}
     entrants = fitting(whole, prompts.confirming, seconds)
     if len(entrants.all) < len(whole.all):
         console.say(

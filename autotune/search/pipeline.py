@@ -5,11 +5,15 @@ reuse.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 from autotune.console import Console
+from autotune.cost.table import CostTable
 from autotune.documents.decoding_profile import DecodingProfile
+from autotune.documents.provenance import stamp
 from autotune.files import content_key, write_table
 from autotune.machine.contention_monitor import ContentionMonitor, wait_until_idle
 from autotune.replay.evaluator import Evaluator
@@ -20,11 +24,11 @@ from autotune.search.prices import price, save_table
 from autotune.search.profile import measured_profile, predicted_profile
 from autotune.search.races import Races
 from autotune.search.screening import screen
-from autotune.search.study_file import StudyFile, described
 from autotune.search.traces import record
 from autotune.search.tree_search import TreeSearchResult, tune_trees
 from autotune.search.tuning import Tuning
 from autotune.search.tuning_prompts import TuningPrompts
+from autotune.study.document import StudyDocument, StudyDraft
 from autotune.study.frames import Study
 from autotune.study.ledger import Ledger
 from autotune.study.search_settings import SearchSettings, check_settings
@@ -98,7 +102,7 @@ def choose_profile(
 
     def measure() -> DecodingProfile:
         monitor = ContentionMonitor(str(tuning.pool.target.device))
-        races = Races(tuning, prompts.full.table)
+        races = Races.of(tuning, prompts.full.table)
         finalists = measure_finalists(tuning, plan, prompts, trees, races)
         evaluation = evaluate(tuning, plan, finalists, races)
         contention = monitor.contention()
@@ -126,3 +130,44 @@ def write_results(tuning: Tuning, profile: DecodingProfile, settings: SearchSett
         profile.save(path)
     if settings.table is not None:
         write_table(settings.table, Study(tuning.folder, storage=settings.storage).trials_dataframe())
+
+
+class StudyFile:
+    """Collects the fields of a study document; those of the search itself come with the cost table."""
+
+    def __init__(self, tuning: Tuning) -> None:
+        self.tuning = tuning
+        self.content: dict[str, Any] = {}
+        self.stage_seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[dict[str, Any]]:
+        """Time a stage, and save the study after it. Yields the content, to which the stage adds its results."""
+        started = time.monotonic()
+        yield self.content
+        self.stage_seconds[name] = time.monotonic() - started
+        path = self.tuning.folder / f"study-{self.tuning.key}.json"
+        is_of_ended = path.exists() and '"profile": ""' not in path.read_text()
+        if "profile" in self.content or not is_of_ended:  # which is kept until this run ends, too
+            records = self.tuning.ledger.used_keys
+            StudyDocument(**self.content, records=records, stage_seconds=self.stage_seconds).save(path)
+
+
+def described(tuning: Tuning, table: CostTable) -> dict[str, Any]:
+    """The fields of a study document that say what is searched."""
+    pool = tuning.pool
+    return {
+        "provenance": stamp(settings_key=tuning.settings_key),
+        "command": tuning.settings.command,
+        "target": pool.target_reference,
+        "target_shape": pool.target.shape,
+        "drafts": [
+            StudyDraft(kind=pool.drafts[id].kind, reference=known, shape=pool.draft(id).shape)
+            for id, known in pool.references.items()
+        ],
+        "hardware": table.device,
+        "workload": tuning.settings.workload,
+        "tune_sha256": tuning.tune.sha256,
+        "space": tuning.space.name,
+        "cost_table": table.content_hash,
+    }

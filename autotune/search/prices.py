@@ -91,11 +91,8 @@ def save_table(table: CostTable, folder: Path) -> None:
 
 
 def local_table(tuning: Tuning, workload: Workload, time_limit_s: float) -> CostTable:
-    """This device's table for the drafts of a search: from the study's folder or ledger if it was measured for the same
-    drafts in the same time, else measured now by one of the study's workers.
-
-    Raises:
-        UserError: the file in the folder is of another target, device or precision.
+    """This device's table for the drafts of a search: from the ledger if it was measured for the same drafts in the
+    same time, else measured now by one of the study's workers. The study's folder keeps it.
     """
     pool, folder, console, variants = tuning.pool, tuning.folder, tuning.console, priced_variants(tuning.variants)
     described = [[draft, *subnet.priced] for draft, subnet in variants]
@@ -104,21 +101,18 @@ def local_table(tuning: Tuning, workload: Workload, time_limit_s: float) -> Cost
     documents = [pool.key, described, prompts, CostTable.schema_version]
     samples = folder / f"{content_key(documents)}.cost.jsonl"  # serve a table of any time limit
     key = content_key([*documents, time_limit_s])
-    path = folder / f"{key}.cost.json"
-    if path.exists():
-        console.say(f"cost table of {CostTable.load(path).provenance.created} reused: {path}")
-    else:
+    is_known = not tuning.ledger.missing([key])
 
-        def measure() -> Record:
-            log = BlockLog(samples)
-            if log.blocks:
-                num_samples = sum(len(job.samples) for block in log.blocks for job in block.jobs)
-                console.say(f"cost table continued from {num_samples} samples of an interrupted run")
-            return measure_table(pool, variants, workload, console, time_limit_s, log).model_dump(mode="json")
+    def measure() -> Record:
+        log = BlockLog(samples)
+        if log.blocks:
+            num_samples = sum(len(job.samples) for block in log.blocks for job in block.jobs)
+            console.say(f"cost table continued from {num_samples} samples of an interrupted run")
+        return measure_table(pool, variants, workload, console, time_limit_s, log).model_dump(mode="json")
 
-        record = tuning.ledger.work("cost table", {key: measure})[key]
-        CostTable.model_validate(record, strict=False).save(path)
-        samples.unlink(missing_ok=True)
-    table = CostTable.load(path)
-    table.check_is_of(pool.target_reference, pool.device, pool.precision, source=str(path))
+    table = CostTable.model_validate(tuning.ledger.work("cost table", {key: measure})[key], strict=False)
+    if is_known:
+        console.say(f"cost table of {table.provenance.created} reused")
+    table.save(folder / f"{key}.cost.json")
+    samples.unlink(missing_ok=True)
     return table

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration
 from autotune.documents.decoding_profile import HF
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.race import Fastest, Race, TimeLimit, race
-from autotune.evaluation.runtime_arms import HuggingFaceArm, arms_of_pool
+from autotune.evaluation.runner import ArmRunner
+from autotune.evaluation.runtime_arms import HuggingFaceArm, RuntimeArms, arms_of_pool
 from autotune.search.tuning import Tuning
 from autotune.study.storage import RUNS
 from autotune.workloads.prompt import WorkloadPrompt
 
 
 class Races:
-    """Runs arms on the CPU threads of a cost table."""
+    """Races of arms that one runner times."""
 
-    def __init__(self, tuning: Tuning, table: CostTable) -> None:
-        self.console = tuning.console
-        self.arms = arms_of_pool(tuning.pool, table)
+    def __init__(self, arms: RuntimeArms, runner: ArmRunner, console: Console) -> None:
+        self.arms, self.runner, self.console = arms, runner, console
+
+    @classmethod
+    def of(cls, tuning: Tuning, table: CostTable) -> Races:
+        """Races on the CPU threads of a cost table, whose runs the study keeps."""
+        arms = arms_of_pool(tuning.pool, table)
         context = [tuning.pool.key, (table.threads, table.prefill_threads)]
-        self.runner = self.arms.runner(tuning.folder / RUNS, context=context)
+        return cls(arms, arms.runner(tuning.folder / RUNS, context=context), tuning.console)
 
     def hugging_face(self) -> Arm:
         """Hugging Face's ``generate`` with the same target and threads."""

@@ -259,7 +259,7 @@ def _recorded_together(pool: ModelPool, variants: Sequence[DraftVariant]) -> lis
     """
     groups: dict[object, list[DraftVariant]] = {}
     for draft, subnet in variants:
-        is_supernet = pool.supernet_layers(draft) != ()
+        is_supernet = pool.drafts[draft].dimensions.injection_layers != ()
         key = subnet.model_copy(update={"heads": None}) if is_supernet else subnet
         groups.setdefault((draft, key), []).append((draft, subnet))
     return [

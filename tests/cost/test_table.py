@@ -14,7 +14,7 @@ from autotune.cost.table import KV_STEP, CostTable, DensePrices, ModelShape, shi
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
-from tests.sample_documents import DEVICE, DRAFT, TARGET, cost_table, surface
+from tests.sample_documents import DRAFT, cost_table, surface
 
 
 def fit_prefill(samples: list[tuple[int, int, float]]) -> PrefillCost:
@@ -231,34 +231,6 @@ def test_parts_by_name() -> None:
     assert table.parts["verify"] == table.parts["tests/draft heads-0.5: draft_first"] == tested
     assert table.parts["tests/draft: overhead"] == costs.overhead, "all subnets have one overhead"
     assert {part.held_out_error for part in cost_table().parts.values()} == {None}
-
-
-def test_table_of_the_same_target_device_and_precision_is_accepted() -> None:
-    """The name of the target does not matter if its hash is known."""
-    cost_table().check_is_of(TARGET, DEVICE, "float32", source="x")
-    moved = ModelReference(id="elsewhere", sha256=TARGET.sha256)
-    cost_table().check_is_of(moved, DEVICE, "float32", source="x")
-    unhashed = ModelReference(id="hub/model", sha256="")
-    cost_table(target=unhashed).check_is_of(unhashed, DEVICE, "float32", source="x")
-
-
-def test_table_of_another_target_device_or_precision_is_refused() -> None:
-    """The message names the file, the rule, both values and the next step in one line."""
-    other = ModelReference(id="tests/other", sha256="e" * 64)
-    unhashed = ModelReference(id=TARGET.id, sha256="")
-    larger = DEVICE.model_copy(update={"num_cores": 8})
-    for target, device, precision, what, values in (
-        (other, DEVICE, "float32", "model", "'tests/target' (aaaaaaaa), not of 'tests/other' (eeeeeeee)"),
-        (unhashed, DEVICE, "float32", "model", "'tests/target' (aaaaaaaa), not of 'tests/target' (no hash)"),
-        (TARGET, larger, "float32", "device", "'cpu/An abacus/1', not of 'cpu/An abacus/8'"),
-        (TARGET, DEVICE, "bfloat16", "precision", "float32, not of bfloat16"),
-    ):
-        with pytest.raises(UserError) as refused:
-            cost_table().check_is_of(target, device, precision, source="some/file.cost.json")
-        assert str(refused.value) == (
-            f"some/file.cost.json: a cost table is valid for the {what} that it was measured with; this one is of {values}; "
-            f"delete it, or run autotune measure for this {what}"
-        )
 
 
 def test_dataframe_has_a_row_for_every_measured_point() -> None:

@@ -80,7 +80,7 @@ def test_chains_of_all_subnets_equal_those_recorded_one_by_one(
     monkeypatch.setattr(chain_recorder, "ROWS_AT_ONCE", rows_at_once)
     (name,) = model_pool.references
     draft: Any = model_pool.draft(name)
-    layers = model_pool.supernet_layers(name)
+    layers = model_pool.drafts[name].dimensions.injection_layers
     seen, accepted = set(), 0
     is_whole = rows_at_once > 100
     for layer, keep in itertools.product(layers, KEEPS) if is_whole else [(layers[-1], 0.5)]:

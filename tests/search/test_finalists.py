@@ -66,8 +66,8 @@ class GivenRaces(Races):
         def arm(name: str, configuration: Configuration | None = None) -> FakeArm:
             return FakeArm(name, configuration.key if configuration else name, speed, sizes.get(name, 10))
 
-        self.console, self.runner = searched.tuning.console, ArmRunner()
-        self.arms: Any = SimpleNamespace(plain=arm(AR), arm=arm)
+        arms: Any = SimpleNamespace(plain=arm(AR), arm=arm)
+        super().__init__(arms, ArmRunner(), searched.tuning.console)
         self.hugging_face = lambda: arm(HF)  # type: ignore[method-assign]
         self.seen: list[tuple[Fastest, TimeLimit]] = []
 
