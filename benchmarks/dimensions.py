@@ -26,9 +26,8 @@ from autotune.evaluation.summary import summarize
 from autotune.files import write_table
 from autotune.recording.traces import record_traces
 from autotune.replay.evaluator import Evaluator
-from autotune.runtime.draft_variants import variants_of
-from autotune.runtime.model_pool import ModelPool
-from autotune.search.screening import ScreenedSubnet, ScreeningWork, screen_units
+from autotune.runtime.model_pool import ModelPool, variants_of
+from autotune.search.screening import ScreenedSubnet, screen_units
 from autotune.search.tree_search import search_trees
 from autotune.study.ledger import Ledger
 from autotune.study.spaces import bounds_of, load_space
@@ -80,8 +79,7 @@ def main(
         load_workload("digits", "evaluate", num_prompts=prompts),
     )
     ledger, bounds = Ledger(study / LEDGER), bounds_of(space)
-    work = ScreeningWork(variants_of(model_pool, space), costs, tune, study, ledger)
-    screened = screen_units(model_pool, 0, work)
+    screened = screen_units(model_pool, 0, variants_of(model_pool, space), costs, tune, study, ledger)
     default = next(
         one
         for one in screened

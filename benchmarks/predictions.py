@@ -32,8 +32,7 @@ from autotune.evaluation.summary import bootstrap_ratio
 from autotune.files import write_table
 from autotune.recording.traces import record_traces
 from autotune.replay.evaluator import Evaluator
-from autotune.runtime.draft_variants import variants_of
-from autotune.runtime.model_pool import ModelPool
+from autotune.runtime.model_pool import ModelPool, variants_of
 from autotune.study.document import load_study, newest_profile
 from autotune.study.search_settings import SearchSettings
 from autotune.study.spaces import bounds_of, load_space

@@ -159,7 +159,7 @@ def work(path: Path) -> None:
     from autotune.replay.evaluator import Evaluator
     from autotune.replay.trace import load_trace
     from autotune.search import finalists
-    from autotune.search.races import Races
+    from autotune.search.finalists import Races
     from autotune.search.thresholds import KEPT_PROMPTS
     from autotune.search.tree_search import TreeSearchResult
     from autotune.search.tuning_prompts import TuningPrompts
@@ -242,7 +242,7 @@ def work(path: Path) -> None:
             trees = TreeSearchResult(candidates, num_replayed=len(candidates), optuna_study="")
             endless = SimpleNamespace(deadline_of=lambda _: float("inf"), limit_of=lambda _: float("inf"))
             tuning: Any = SimpleNamespace(
-                pool=None, clock=endless, console=Console(), settings=SimpleNamespace(seed=seed), show=lambda _: None
+                pool=None, clock=endless, console=Console(), settings=SimpleNamespace(seed=seed)
             )
             plan: Any = SimpleNamespace(kept_prompts=KEPT_PROMPTS[0])
             arms: Any = SimulatedArms(machine, truth)

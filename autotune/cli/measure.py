@@ -50,8 +50,7 @@ def command(output: Path | None, table: Path | None, as_json: bool, **values: An
     from autotune.machine.device import choose_device
     from autotune.measuring.jobs import BlockLog
     from autotune.measuring.tables import measure_table, priced_variants, show_table
-    from autotune.runtime.draft_variants import variants_of
-    from autotune.runtime.model_pool import load_pool
+    from autotune.runtime.model_pool import load_pool, variants_of
 
     console = Console()
     prompts = settings.load_prompts("tune").first_turns()

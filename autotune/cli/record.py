@@ -46,8 +46,7 @@ def command(output: Path, num_prompts: int, as_json: bool, **values: Any) -> Non
     from autotune.console import Console
     from autotune.machine.device import choose_device
     from autotune.recording.traces import agreement_table, record_traces, recorder_of
-    from autotune.runtime.draft_variants import variants_of
-    from autotune.runtime.model_pool import load_pool
+    from autotune.runtime.model_pool import load_pool, variants_of
 
     console = Console()
     prompts = settings.load_prompts("tune", num_prompts)

@@ -25,23 +25,6 @@ BATCHED_SHARE = 0.4  # of the time of an answer, where it is one of many in a ba
 BATCH_SHARE = 0.25  # largest share of the stage's time for one batch
 
 
-@dataclass(frozen=True)
-class RecordingTimes:
-    """Times of ``time.monotonic`` at which a recording ends."""
-
-    answers: float = math.inf
-    traces: float = math.inf
-    least: float = math.inf
-    """The same for the first ``num_least`` prompts, which may pass the others."""
-    num_least: int = 0
-
-    @classmethod
-    def until(cls, deadline: float, answers_share: float, **least: Any) -> RecordingTimes:
-        """Times of a recording that begins now, with this share of the time for the answers."""
-        now = time.monotonic()
-        return cls(now + answers_share * (deadline - now), deadline, **least)
-
-
 def recorder_of(pool: ModelPool, folder: Path) -> Recorder:
     """A recorder with the target of a pool, which keeps its documents in ``folder``."""
     return Recorder(pool.target, pool.target_reference, pool.processor, folder, mode=pool.mode, keys=pool.answer_keys)
@@ -63,33 +46,25 @@ def record_traces(
     folder: Path,
     console: Console,
     *,
-    bounds: ForestBounds | None = None,
     jobs: int | None = None,
     answer_s: float = 0.0,
-    times: RecordingTimes | None = None,
+    deadline: float = math.inf,
+    **options: Any,
 ) -> list[Trace]:
     """Record the target's answers, then a trace of every variant, and save them under ``folder``.
 
     Where that takes long, ``jobs`` processes share the work (None: one per core). The traces are of the first prompts
     of the workload, the same for all variants: those whose records end in time. Fewer answers are decoded together
-    where one takes so long, ``answer_s``, that a batch may end too late.
+    where one takes so long, ``answer_s``, that a batch may end too late. Other ``options`` are those of ``Recording``.
     """
-    times = times or RecordingTimes()
     at_once = ANSWERS_AT_ONCE if pool.target.text.is_exact else PROMPTS_AT_ONCE  # the latter are not batched
-    left_s = times.traces - time.monotonic()
+    left_s = deadline - time.monotonic()
     while at_once > PROMPTS_AT_ONCE and at_once * BATCHED_SHARE * answer_s > BATCH_SHARE * left_s:
         at_once //= 2
-    work: dict[str, Any] = {
-        "variants": variants,
-        "workload": workload,
-        "folder": folder,
-        "num_processes": 1 + pool.worker_limits(jobs)[0],
-        "bounds": bounds or ForestBounds(),
-        "answers_at_once": at_once,
-        "times": times,
-    }
+    shared = {"num_processes": 1 + pool.worker_limits(jobs)[0], "answers_at_once": at_once, "deadline": deadline}
+    work = {"variants": variants, "workload": workload, "folder": folder, **shared, **options}
     recording = Recording(pool, **work)
-    with pool.worker_pool(jobs, record_in_worker, work, deadline=times.traces) as workers:
+    with pool.worker_pool(jobs, record_in_worker, work, deadline=deadline) as workers:
         with console.stage("target's answers", len(workload.prompts)) as update:
             num_forests = len(variants) * len(workload.prompts)
             answered = recording.answer_all(workers.reporting(update, after=num_forests))
@@ -134,7 +109,13 @@ class Recording:
     num_processes: int = 1
     bounds: ForestBounds = field(default_factory=ForestBounds)
     answers_at_once: int = ANSWERS_AT_ONCE
-    times: RecordingTimes = field(default_factory=RecordingTimes)
+    deadline: float = math.inf
+    """A value of ``time.monotonic``."""
+    answers_share: float = 1.0
+    """Of the time until then, for the answers."""
+    limit: float = math.inf
+    """The deadline of the first ``num_least`` prompts, which may pass the other one."""
+    num_least: int = 0
 
     def __post_init__(self) -> None:
         drafts = [self.pool.draft(*variant) for variant in self.variants]
@@ -143,12 +124,14 @@ class Recording:
 
     def answer_all(self, report: Report | None = None) -> int:
         """Record answers; returns how many of the first prompts have one."""
-        return self.record(self.workload, self.answers_at_once, self.times.answers, self.recorder.answers, report)
+        now = time.monotonic()
+        deadline = now + self.answers_share * (self.deadline - now)
+        return self.record(self.workload, self.answers_at_once, deadline, self.recorder.answers, report)
 
     def trace_all(self, num_prompts: int, report: Report | None = None) -> int:
         """Record forests of all variants for the first prompts; returns for how many."""
         first = self.workload.cut(num_prompts)
-        return self.record(first, PROMPTS_AT_ONCE, self.times.traces, self.traces, report)
+        return self.record(first, PROMPTS_AT_ONCE, self.deadline, self.traces, report)
 
     def traces(self, workload: Workload) -> list[Trace]:
         """The traces of all variants; what is on disk is not recorded again."""
@@ -171,7 +154,7 @@ class Recording:
         # The first process records all that others have not made, in order, and so knows how many of the first prompts
         # are done.
         for begin in range(self.rank % num_processes * size, total, size if self.rank == 0 else size * num_processes):
-            began, until = time.monotonic(), deadline if begin >= self.times.num_least else self.times.least
+            began, until = time.monotonic(), deadline if begin >= self.num_least else self.limit
             if begin > 0 and began + max(durations) > until:
                 return begin
             end = min(begin + size, total)

@@ -10,13 +10,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autotune.console import Console
+from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration
 from autotune.documents.decoded import Decoded
-from autotune.documents.decoding_profile import AR
+from autotune.documents.decoding_profile import AR, HF
 from autotune.documents.published_defaults import COMPARED_DEFAULTS
 from autotune.documents.table import Table, with_interval
-from autotune.evaluation.race import Fastest, Race, TimeLimit
-from autotune.evaluation.runtime_arms import WARM_UP_S
+from autotune.evaluation.arms import Arm
+from autotune.evaluation.race import Fastest, Race, TimeLimit, race
+from autotune.evaluation.runner import ArmRunner
+from autotune.evaluation.runtime_arms import WARM_UP_S, HuggingFaceArm, RuntimeArms, arms_of_pool
 from autotune.evaluation.summary import ms_per_token, speedup, summarize, time_ratio
 from autotune.replay.draws import time_draws
 from autotune.replay.evaluator import Candidate, Evaluator
@@ -24,12 +28,13 @@ from autotune.replay.live_prices import updated_table
 from autotune.runtime.model_pool import ModelPool
 from autotune.search import thresholds
 from autotune.search.plan import Plan
-from autotune.search.races import Races
 from autotune.search.tree_search import TreeSearchResult
 from autotune.search.tuning import Tuning
 from autotune.search.tuning_prompts import TuningPrompts, speedup_interval
 from autotune.study.document import MeasuredConfiguration
+from autotune.study.storage import RUNS
 from autotune.trees.policy import parse_policy
+from autotune.workloads.prompt import WorkloadPrompt
 
 
 def published_defaults(pool: ModelPool) -> dict[str, Configuration]:
@@ -81,6 +86,40 @@ def choose_finalists(candidates: Sequence[Candidate], evaluator: Evaluator, coun
     return [here[number] for number in chosen]
 
 
+class Races:
+    """Races of arms that one runner times."""
+
+    def __init__(self, arms: RuntimeArms, runner: ArmRunner, console: Console) -> None:
+        self.arms, self.runner, self.console = arms, runner, console
+
+    @classmethod
+    def of(cls, tuning: Tuning, table: CostTable) -> Races:
+        """Races on the CPU threads of a cost table, whose runs the study keeps."""
+        arms = arms_of_pool(tuning.pool, table)
+        context = [tuning.pool.key, (table.threads, table.prefill_threads)]
+        return cls(arms, arms.runner(tuning.folder / RUNS, context=context), tuning.console)
+
+    def hugging_face(self) -> Arm:
+        """Hugging Face's ``generate`` with the same target and threads."""
+        return HuggingFaceArm(HF, self.arms, threads=self.arms.decoder.threads)
+
+    def run(
+        self,
+        name: str,
+        configurations: Mapping[str, Configuration],
+        prompts: Sequence[WorkloadPrompt],
+        rule: Fastest,
+        time_limit: TimeLimit,
+        *,
+        seed: int,
+        others: Sequence[Arm] = (),
+    ) -> Race:
+        """A race of plain decoding, configurations by the names of their arms, and ``others``."""
+        arms = [self.arms.plain, *(self.arms.arm(arm, c) for arm, c in configurations.items()), *others]
+        with self.console.stage(f"{name}, measured", rule.passes * len(prompts)) as update:
+            return race(self.runner, arms, prompts, rule, time_limit=time_limit, seed=seed, report=update)
+
+
 @dataclass(frozen=True)
 class Finalists:
     """Results of finalists and published defaults in real runs on tuning prompts."""
@@ -93,8 +132,6 @@ class Finalists:
     """The defaults that are not significantly slower than the fastest default, which is first."""
     prompts: TuningPrompts
     """The tuning prompts, with prices that the rounds of the finalists have updated."""
-    plain: Sequence[Decoded]
-    """Runs of plain decoding."""
 
     def tables(self) -> list[Table]:
         """Predicted and measured speedups."""
@@ -152,11 +189,6 @@ def measure_finalists(
     # The first block was chosen to fit.
     limit = TimeLimit(first_deadline, entrants.prompts_per_block, last)
     first = compete(entrants, prompts, races, limit, seed)
-    tuning.show(first)
-    plain_ms = [run.decode_ms for run in first.plain]
-    order = np.arange(len(plain_ms)) % len(prompts.confirming.tasks)
-    ratio = sum(plain_ms) / prompts.confirming.ar_ms[order].sum()
-    console.say(f"plain decoding took {ratio:.2f} times as long as the cost table predicts")
     leading = leaders(trees.fastest, first)
     again = Entrants(
         {first.winner.name: first.winner.configuration, **_named(leading, after=len(whole.finalists))},
@@ -171,7 +203,6 @@ def measure_finalists(
     )
     limit = TimeLimit(deadline, min(thresholds.MIN_PROMPTS, entrants.prompts_per_block), last)
     second = compete(again, first.prompts, races, limit, seed + 1)
-    tuning.show(second)
     known = {one.name for one in first.finalists}
     finalists = [*first.finalists, *(one for one in second.finalists if one.name not in known)]
     winner = next(one for one in finalists if one.name == second.winner.name)
@@ -195,14 +226,20 @@ def compete(entrants: Entrants, prompts: TuningPrompts, races: Races, limit: Tim
     documents = {name: _document(name, c, measured, prompts.confirming) for name, c in entrants.all.items()}
     estimates = {name: estimated_speedup(documents[name], prompts.full) for name in entrants.finalists}
     runs = {name: (c, measured.runs[name]) for name, c in entrants.all.items()}
-    return Finalists(
+    found = Finalists(
         winner=documents[winner_of(measured, estimates)],
         finalists=[documents[name] for name in entrants.finalists],
         defaults=[documents[name] for name in entrants.defaults],
         best_defaults={name: entrants.defaults[name] for name in measured.remaining if name in entrants.defaults},
         prompts=prompts.with_table(updated_table(prompts.confirming, runs, measured.runs[AR])),
-        plain=measured.runs[AR],
     )
+    for table in found.tables():
+        races.console.show(table)
+    plain_ms = [run.decode_ms for run in measured.runs[AR]]
+    order = np.arange(len(plain_ms)) % len(prompts.confirming.tasks)
+    ratio = sum(plain_ms) / prompts.confirming.ar_ms[order].sum()
+    races.console.say(f"plain decoding took {ratio:.2f} times as long as the cost table predicts")
+    return found
 
 
 def leaders(candidates: Sequence[Candidate], measured: Finalists) -> list[Candidate]:

@@ -13,10 +13,9 @@ from autotune.console import Console
 from autotune.machine.device import free_memory, gib
 from autotune.measuring.bandwidth import copy_gb_per_second
 from autotune.modeling.target import Target
-from autotune.search.clock import UNTIMED_STAGES
 from autotune.search.plan import Plan, Rates, SearchSize, make_plan, size_of
 from autotune.search.thresholds import STAGES
-from autotune.search.tuning import Tuning
+from autotune.search.tuning import UNTIMED_STAGES, Tuning
 from autotune.study.search_settings import SearchSettings
 
 LAYER_S = 1e-4  # of a layer's kernel launches

@@ -17,9 +17,8 @@ from autotune.replay.draws import time_draws
 from autotune.replay.evaluator import Evaluator
 from autotune.search import thresholds
 from autotune.search.evidence import Evaluation, print_evaluation
-from autotune.search.finalists import Finalists, block_s
+from autotune.search.finalists import Finalists, Races, block_s
 from autotune.search.plan import Plan
-from autotune.search.races import Races
 from autotune.search.tuning import Tuning
 from autotune.workloads.workload import Workload
 

@@ -13,8 +13,7 @@ from autotune.documents.execution import EAGER
 from autotune.documents.search_space import subnets_of_drafts
 from autotune.errors import UserError
 from autotune.measuring.tables import priced_variants, show_table
-from autotune.runtime.draft_variants import variants_of
-from autotune.runtime.model_pool import load_pool
+from autotune.runtime.model_pool import load_pool, variants_of
 from autotune.search.prices import table_for_gpu
 from autotune.study.search_settings import SearchSettings
 

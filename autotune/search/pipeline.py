@@ -17,12 +17,11 @@ from autotune.documents.provenance import stamp
 from autotune.files import content_key, write_table
 from autotune.machine.contention_monitor import ContentionMonitor, wait_until_idle
 from autotune.replay.evaluator import Evaluator
-from autotune.search.finalists import measure_finalists
+from autotune.search.finalists import Races, measure_finalists
 from autotune.search.held_out import evaluate
 from autotune.search.plan import Plan, plan_search
 from autotune.search.prices import price, save_table
 from autotune.search.profile import measured_profile, predicted_profile
-from autotune.search.races import Races
 from autotune.search.screening import screen
 from autotune.search.traces import record
 from autotune.search.tree_search import TreeSearchResult, tune_trees
@@ -62,7 +61,11 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
     with study.stage("finalists and evaluation") as content:
         profile = choose_profile(tuning, plan, prompts, trees, content)
         content["profile"] = profile.content_hash
-    write_results(tuning, profile, settings)
+    assert settings.output is not None, "the check has chosen one"
+    for path in (tuning.folder / f"profile-{tuning.key}.json", settings.output):
+        profile.save(path)
+    if settings.table is not None:
+        write_table(settings.table, Study(tuning.folder, storage=settings.storage).trials_dataframe())
     seconds = (f"{name} {seconds:.0f} s" for name, seconds in study.stage_seconds.items())
     console.say(f"time: {', '.join(seconds)}")
     console.say(f"decoding profile written to {settings.output}")
@@ -79,8 +82,7 @@ def begin(settings: SearchSettings, console: Console) -> Tuning:
     tuning = Tuning.load(settings, console)
     compiled.result()
     loading_s = time.monotonic() - began
-    drafts = ", ".join(tuning.settings.drafts)
-    console.say(f"target {settings.target}, draft {drafts}, workload {settings.workload}")
+    console.say(f"target {settings.target}, draft {', '.join(tuning.pool.references)}, workload {settings.workload}")
     console.say(f"study in {tuning.folder}")
     if settings.wait_until_idle_s is not None and tuning.device is not None:
         wait_until_idle(settings.wait_until_idle_s, tuning.device, console)
@@ -123,15 +125,6 @@ def choose_profile(
     return DecodingProfile.model_validate(record, strict=False)
 
 
-def write_results(tuning: Tuning, profile: DecodingProfile, settings: SearchSettings) -> None:
-    """Write the profile to the study and to its output, and the table of all configurations where it is asked for."""
-    assert settings.output is not None, "the check has chosen one"
-    for path in (tuning.folder / f"profile-{tuning.key}.json", settings.output):
-        profile.save(path)
-    if settings.table is not None:
-        write_table(settings.table, Study(tuning.folder, storage=settings.storage).trials_dataframe())
-
-
 class StudyFile:
     """Collects the fields of a study document; those of the search itself come with the cost table."""
 
@@ -157,8 +150,8 @@ def described(tuning: Tuning, table: CostTable) -> dict[str, Any]:
     """The fields of a study document that say what is searched."""
     pool = tuning.pool
     return {
-        "provenance": stamp(settings_key=tuning.settings_key),
-        "command": tuning.settings.command,
+        "provenance": stamp(settings_key=tuning.settings.key),
+        "command": tuning.settings.model_copy(update={"drafts": tuple(pool.references)}).command,
         "target": pool.target_reference,
         "target_shape": pool.target.shape,
         "drafts": [

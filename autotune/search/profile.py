@@ -78,7 +78,7 @@ def _profile(
     table, tune, settings = prompts.full.table, prompts.workload, tuning.settings
     any_trace = next(iter(prompts.full.traces.values()))
     return DecodingProfile(
-        provenance=stamp(contention, tuning.settings_key),
+        provenance=stamp(contention, tuning.settings.key),
         target=tuning.pool.target_reference,
         workload=WorkloadReference(
             name=tune.name,

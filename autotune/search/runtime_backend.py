@@ -103,7 +103,7 @@ class RuntimeBackend(Backend):
         return list({one.key: one for one in reversed(found)}.values())[::-1]
 
     def record(self, prompts: Sequence[WorkloadPrompt], until: float = math.inf) -> RuntimeRecord:
-        from autotune.recording.traces import RecordingTimes, record_traces
+        from autotune.recording.traces import record_traces
 
         tuning = self.tuning
         workload = Workload(tuning.tune.name, "tune", tuple(prompts))
@@ -114,7 +114,8 @@ class RuntimeBackend(Backend):
             tuning.folder,
             self.console,
             bounds=tuning.bounds,
-            times=RecordingTimes.until(until, ANSWERS_SHARE),
+            deadline=until,
+            answers_share=ANSWERS_SHARE,
         )
         answers = [
             Decoded(

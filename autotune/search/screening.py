@@ -69,23 +69,6 @@ class Screened:
         return [Table(title, ["survivor", "best chain's depth", "M", "predicted"], rows, labels=labels)]
 
 
-@dataclass(frozen=True)
-class ScreeningWork:
-    """What every process that screens is given."""
-
-    variants: Sequence[DraftVariant]
-    table: CostTable
-    workload: Workload
-    folder: Path
-    """Keeps the target's answers."""
-    ledger: Ledger
-    deadline: float = math.inf
-    """Of ``time.monotonic``: no variant is begun that would end later."""
-    limit: float = math.inf
-    """The same for a cheap chain and the whole subnet of every draft."""
-    num_processes: int = 1
-
-
 def screen(tuning: Tuning, table: CostTable) -> Screened:
     """Predict the speed of every variant with its best chain, and choose those whose trees are searched.
 
@@ -93,21 +76,14 @@ def screen(tuning: Tuning, table: CostTable) -> Screened:
     no time are named.
     """
     clock, console, variants, jobs = tuning.clock, tuning.console, tuning.variants, tuning.settings.jobs
-    work = ScreeningWork(
-        variants,
-        table,
-        tuning.tune,
-        tuning.folder,
-        tuning.ledger,
-        clock.deadline_of("screening"),
-        clock.limit_of("screening"),
-        tuning.num_processes,
-    )
+    deadline = clock.deadline_of("screening")
+    given = variants, table, tuning.tune, tuning.folder, tuning.ledger
+    times = deadline, clock.limit_of("screening"), tuning.num_processes
     with (
         console.stage("screening", len(_recorded_together(tuning.pool, variants))) as update,
-        tuning.pool.worker_pool(jobs, screen_units, work, deadline=work.deadline) as workers,
+        tuning.pool.worker_pool(jobs, screen_units, *given, *times, deadline=deadline) as workers,
     ):
-        screened = screen_units(tuning.pool, 0, work, workers.reporting(update))
+        screened = screen_units(tuning.pool, 0, *given, *times, workers.reporting(update))
     if len(screened) < len(variants):
         console.say(f"{len(screened)} of {len(variants)} subnets were screened in their share of the budget")
     if missing := {draft: None for draft, _ in variants if all(draft != subnet.draft for subnet in screened)}:
@@ -118,54 +94,70 @@ def screen(tuning: Tuning, table: CostTable) -> Screened:
     best = survivors(screened, tuning.space.survivors)
     decided = tuning.decided("survivors", documents, lambda: variants_json(best))
     result = Screened(screened, [(draft, Subnet.model_validate(subnet, strict=False)) for draft, subnet in decided])
-    tuning.show(result)
+    for shown in result.tables():
+        console.show(shown)
     return result
 
 
 def screen_units(
-    pool: ModelPool, rank: int, work: ScreeningWork, report: Report = lambda done, of: None
+    pool: ModelPool,
+    rank: int,
+    variants: Sequence[DraftVariant],
+    table: CostTable,
+    workload: Workload,
+    folder: Path,
+    ledger: Ledger,
+    deadline: float = math.inf,
+    limit: float = math.inf,
+    num_processes: int = 1,
+    report: Report = lambda done, of: None,
 ) -> list[ScreenedSubnet]:
     """Make the records that no other process makes, the promising ones first; returns what is known, the
     fastest first.
+
+    Args:
+        folder: keeps the target's answers.
+        deadline: of ``time.monotonic``: no variant is begun that would end later.
+        limit: the same for a cheap chain and the whole subnet of every draft.
     """
     records: dict[str, Record] = {}
-    of_drafts = [next(variant for variant in work.variants if variant[0] == draft) for draft in dict(work.variants)]
-    first = Units(pool, work, of_drafts, FIRST_CHAIN_PROMPTS, FIRST_BOUNDS)
+    of_drafts = [next(variant for variant in variants if variant[0] == draft) for draft in dict(variants)]
+    first = Units(pool, of_drafts, table, workload.cut(FIRST_CHAIN_PROMPTS), folder, FIRST_BOUNDS)
     for number, key in enumerate(first.groups):
-        until = work.limit if number else math.inf
-        records |= work.ledger.work("first chains", first.some([key]), deadline=until)
-    units = Units(pool, work, work.variants, SCREENED_PROMPTS, BOUNDS)
+        until = limit if number else math.inf
+        records |= ledger.work("first chains", first.some([key]), deadline=until)
+    units = Units(pool, variants, table, workload.cut(SCREENED_PROMPTS), folder, BOUNDS)
     waiting = dict(units.groups)
 
     def report_all(done: int, of: int) -> None:
         report(len(units.groups) - len(waiting) + done, len(units.groups))
 
-    for keys, until in _in_order(waiting, records, work):
+    for keys, is_least in _in_order(waiting, records, SCREENED_AT_ONCE * num_processes):
         chosen = units.some(keys)
-        found = work.ledger.work("subnets", chosen, deadline=until, report=report_all)
+        found = ledger.work("subnets", chosen, deadline=limit if is_least else deadline, report=report_all)
         records |= found
         if len(found) < len(chosen):
             break
         for key in keys:
             del waiting[key]
-    records |= work.ledger.work("subnets", units.some(waiting), deadline=-math.inf)  # an earlier run had time for them
+    records |= ledger.work("subnets", units.some(waiting), deadline=-math.inf)  # an earlier run had time for them
     return _ranked(records)
 
 
 def _in_order(
-    waiting: Mapping[str, Group], records: Mapping[str, Record], work: ScreeningWork
-) -> Iterator[tuple[list[str], float]]:
-    """Keys of the groups that are screened next, with the time at which they end: the whole subnets, a few shares of
+    waiting: Mapping[str, Group], records: Mapping[str, Record], at_once: int
+) -> Iterator[tuple[list[str], bool]]:
+    """Keys of the groups that are screened next, and whether they are the least: the whole subnets, a few shares of
     visual tokens, then the neighbours of the best subnets. ``waiting`` and ``records`` change in between.
     """
     whole: dict[str, str] = {}
     for key, group in waiting.items():
         whole.setdefault(group[0][0], key)
     coarse = _coarse(waiting, whole)
-    yield list(whole.values()), work.limit
-    yield coarse, work.deadline
+    yield list(whole.values()), True
+    yield coarse, False
     while waiting:
-        yield _nearest(waiting, _ranked(records), SCREENED_AT_ONCE * work.num_processes), work.deadline
+        yield _nearest(waiting, _ranked(records), at_once), False
 
 
 def _coarse(waiting: Mapping[str, Group], whole: Mapping[str, str]) -> list[str]:
@@ -220,19 +212,19 @@ class Units:
     def __init__(
         self,
         pool: ModelPool,
-        work: ScreeningWork,
         variants: Sequence[DraftVariant],
-        num_prompts: int,
+        table: CostTable,
+        prompts: Workload,
+        folder: Path,
         bounds: ForestBounds,
     ) -> None:
-        self.pool, self.table, self.bounds = pool, work.table, bounds
-        self.prompts = work.workload.cut(num_prompts)
-        self.recorder = recorder_of(pool, work.folder)
+        self.pool, self.table, self.prompts, self.bounds = pool, table, prompts, bounds
+        self.recorder = recorder_of(pool, folder)
         read = [pool.draft(d).aux_layers if s.injection_layer is None else [s.injection_layer] for d, s in variants]
         self.recorder.layers = tuple(sorted(set(itertools.chain.from_iterable(read))))
         self.recorder.answers(self.prompts)
         answers = pool.answer_keys.of_workload(self.prompts)
-        common = [pool.key, "best chains", work.table.content_hash, answers, bounds.model_dump()]
+        common = [pool.key, "best chains", table.content_hash, answers, bounds.model_dump()]
         groups = _recorded_together(pool, variants)
         self.groups = {content_key([common, variants_json(group)]): group for group in groups}
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from autotune.documents.configuration import DraftVariant, variants_json
-from autotune.recording.traces import RecordingTimes, agreement_table, record_traces
+from autotune.recording.traces import agreement_table, record_traces
 from autotune.replay.trace import Trace
 from autotune.search import thresholds
 from autotune.search.plan import Plan
@@ -25,13 +25,14 @@ def record(tuning: Tuning, plan: Plan, variants: Sequence[DraftVariant]) -> list
         jobs=tuning.settings.jobs,
     )
     longest_s = plan.rates.answer_s(max(prompt.settings.max_new_tokens for prompt in tuning.tune.prompts))
-    times = RecordingTimes.until(
-        tuning.clock.deadline_of("traces"),
-        thresholds.ANSWERS_SHARE,
-        least=tuning.clock.limit_of("traces"),
+    traces = again(
+        workload=tuning.tune,
+        answer_s=longest_s,
+        deadline=tuning.clock.deadline_of("traces"),
+        answers_share=thresholds.ANSWERS_SHARE,
+        limit=tuning.clock.limit_of("traces"),
         num_least=thresholds.MIN_TRACED_PROMPTS,
     )
-    traces = again(workload=tuning.tune, answer_s=longest_s, times=times)
     documents = [variants_json(variants), tuning.tune_key, tuning.bounds.model_dump()]
     num_prompts = tuning.decided("num_prompts", documents, lambda: traces[0].num_prompts)
     tuning.tune = tuning.tune.cut(num_prompts)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -233,18 +234,19 @@ class _TreeStage:
             configurations.append(self._configuration(*suggest(trial)))
             results.append(self.evaluator.replay(configurations[-1]))
             study.tell(trial, results[-1].ms_per_token)
-        self._publish(study.get_trials(deepcopy=False)[-count:], first)
+        publish(self.optuna_study, self.ledger.storage, study.get_trials(deepcopy=False)[-count:], first)
         return self._record(configurations, results, num_replayed=len(results))
 
-    def _publish(self, trials: list[Any], unit: int) -> None:
-        """Add a unit's trials, once, to the Optuna study that ``optuna-dashboard`` shows."""
-        import optuna
 
-        study = optuna.create_study(
-            study_name=self.optuna_study,
-            storage=optuna_storage(self.ledger.storage, to_append=True),
-            direction="minimize",
-            load_if_exists=True,
-        )
-        if not any(trial.user_attrs.get(UNIT) == unit for trial in study.get_trials(deepcopy=False)):
-            study.add_trials(trials)
+def publish(study_name: str, storage: Path | str, trials: list[Any], unit: int) -> None:
+    """Add a unit's trials, once, to the Optuna study that ``optuna-dashboard`` shows."""
+    import optuna
+
+    study = optuna.create_study(
+        study_name=study_name,
+        storage=optuna_storage(storage, to_append=True),
+        direction="minimize",
+        load_if_exists=True,
+    )
+    if not any(trial.user_attrs.get(UNIT) == unit for trial in study.get_trials(deepcopy=False)):
+        study.add_trials(trials)

@@ -2,36 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from autotune.console import Console
 from autotune.cost.table import TOKENS
 from autotune.documents.configuration import DraftVariant
 from autotune.documents.execution import AUTO, EAGER
 from autotune.documents.search_space import SearchSpace
-from autotune.documents.table import Table
 from autotune.files import content_key
 from autotune.machine.device import choose_device
 from autotune.modeling.loading import RETRIEVAL
 from autotune.replay.trace import ForestBounds
-from autotune.runtime.draft_variants import variants_of
-from autotune.runtime.model_pool import ModelPool, load_pool
-from autotune.search.clock import StageClock
+from autotune.runtime.model_pool import ModelPool, load_pool, variants_of
+from autotune.search.thresholds import STAGES
 from autotune.study.ledger import Ledger
 from autotune.study.search_settings import SearchSettings, device_for
 from autotune.study.spaces import bounds_of, load_space
 from autotune.study.storage import LEDGER, study_folder
 from autotune.workloads.workload import Workload, shipped_files
 
+UNTIMED_STAGES = ("screening", "traces", "tree search")
+"""The stages of a search for another device, whose cost table exists and where nothing is run."""
 
-class HasTables(Protocol):
-    """The result of a stage that people read."""
 
-    def tables(self) -> list[Table]: ...
+class StageClock:
+    """Deadlines of the stages of a search in their order, of ``time.monotonic``.
+
+    Args:
+        budget_s: time in which all stages end.
+        is_timed: whether the device is this machine's, so that all stages take time.
+
+    Attributes:
+        kept_s: seconds that earlier stages leave to a stage.
+    """
+
+    def __init__(self, budget_s: float, *, is_timed: bool = True) -> None:
+        self.budget_s = budget_s
+        self.weights = {stage: STAGES[stage] for stage in (STAGES if is_timed else UNTIMED_STAGES)}
+        self.kept_s: Mapping[str, float] = {}
+        self.start()
+
+    def start(self) -> None:
+        """The budget begins now."""
+        self.deadline = time.monotonic() + self.budget_s
+
+    @property
+    def spent_s(self) -> float:
+        return self.budget_s - (self.deadline - time.monotonic())
+
+    def set_share(self, stage: str, share: float) -> None:
+        """Give a stage another share of the budget, at the cost of all others equally."""
+        others = sum(weight for name, weight in self.weights.items() if name != stage)
+        self.weights[stage] = others * share / (1 - share)
+
+    def deadline_of(self, stage: str) -> float:
+        """The end of a stage that begins now: the time kept for it, and its share of the time that is left for it and
+        the later stages and not kept.
+        """
+        kept = self._kept_from(stage)
+        now, weights = time.monotonic(), [self.weights[name] for name in kept]
+        free_s = max(0.0, self.deadline - now - sum(kept.values()))
+        return now + kept[stage] + free_s * weights[0] / sum(weights)
+
+    def limit_of(self, stage: str) -> float:
+        """The end of the time that is not kept for later stages: the least of a stage may go on until then."""
+        kept = self._kept_from(stage)
+        return self.deadline - (sum(kept.values()) - kept[stage])
+
+    def _kept_from(self, stage: str) -> dict[str, float]:
+        """The time kept for this stage and every later one, less where not so much is left."""
+        stages = list(self.weights)
+        kept = {name: self.kept_s.get(name, 0.0) for name in stages[stages.index(stage) :]}
+        share = min(1.0, max(0.0, self.deadline - time.monotonic()) / max(sum(kept.values()), 1e-9))
+        return {name: share * seconds for name, seconds in kept.items()}
 
 
 @dataclass
@@ -39,8 +87,6 @@ class Tuning:
     """One search, as its stages see it."""
 
     settings: SearchSettings
-    settings_key: str
-    """That of the settings as the user gave them; ``settings`` name the drafts that fit the target."""
     pool: ModelPool
     space: SearchSpace
     bounds: ForestBounds
@@ -87,8 +133,7 @@ class Tuning:
             console.say("recurrent or convolution states follow one path: only chains are searched, no trees")
         fit = pool.processor, pool.target.max_context, console.say
         return cls(
-            settings=settings.model_copy(update={"drafts": tuple(pool.references)}),
-            settings_key=settings.key,
+            settings=settings,
             pool=pool,
             space=space,
             bounds=bounds,
@@ -113,7 +158,7 @@ class Tuning:
     @cached_property
     def key(self) -> str:
         """Part of the names of the files of this search alone."""
-        return content_key([self.settings_key, self.pool.key])
+        return content_key([self.settings.key, self.pool.key])
 
     @property
     def tune_key(self) -> object:
@@ -131,8 +176,3 @@ class Tuning:
         """
         key = content_key([what, self.pool.key, self.settings.budget_s, documents])
         return self.ledger.work("decisions", {key: lambda: {what: decide()}})[key][what]
-
-    def show(self, result: HasTables) -> None:
-        """Show the tables of a stage's result."""
-        for table in result.tables():
-            self.console.show(table)

@@ -19,8 +19,7 @@ from autotune.errors import UserError
 from autotune.modeling.loading import RETRIEVAL, reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.draft_variants import variants_of
-from autotune.runtime.model_pool import ModelPool
+from autotune.runtime.model_pool import ModelPool, variants_of
 from autotune.study.spaces import load_space
 from autotune.trees.limits import MAX_RETRIEVED
 from autotune.trees.tree import ROOT

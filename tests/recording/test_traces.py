@@ -13,7 +13,7 @@ import pytest
 
 from autotune.console import Console
 from autotune.documents.subnet import Subnet
-from autotune.recording.traces import Recording, RecordingTimes, record_traces
+from autotune.recording.traces import Recording, record_traces
 from autotune.runtime.model_pool import ModelPool
 from autotune.workloads.workload import Workload
 from tests.evaluation.conftest import evaluate
@@ -39,9 +39,8 @@ def test_traces_end_at_their_deadline(
 ) -> None:
     """All variants are recorded on the same first prompts, and these traces equal those of whole recordings."""
     variants = [(draft, Subnet(visual_keep=keep)) for draft in pool.references for keep in (1.0, 0.5)]
-    now = time.monotonic()
-    over = RecordingTimes(now - 1, now - 1, num_least=NUM_LEAST)
-    late = record_traces(pool, variants, many, tmp_path, Console(), jobs=1, times=over)
+    over = time.monotonic() - 1
+    late = record_traces(pool, variants, many, tmp_path, Console(), jobs=1, deadline=over, num_least=NUM_LEAST)
     count = late[0].num_prompts
     assert [trace.num_prompts for trace in late] == [count] * 2 and NUM_LEAST <= count < len(many.prompts)
     assert f"{count} of {len(many.prompts)} prompts were recorded" in capsys.readouterr().err
@@ -66,8 +65,7 @@ def test_recording_begins_nothing_that_would_end_late(
     """Parts take 10 s each. The least may pass the deadline, and not the limit; more must end before the deadline."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     monkeypatch.setattr("autotune.recording.traces.time", clock)
-    times = RecordingTimes(least=limit, num_least=NUM_LEAST)
-    recording = Recording(pool, [], many, tmp_path, num_processes=2, times=times)
+    recording = Recording(pool, [], many, tmp_path, num_processes=2, limit=limit, num_least=NUM_LEAST)
     done = recording.record(many, 2, deadline, lambda _: setattr(clock, "now", clock.now + 10.0))
     assert done == count and clock.now <= max(deadline, limit, 10.0)
 

@@ -11,8 +11,7 @@ from autotune.documents.search_space import SearchSpace
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.measuring.tables import priced_variants
-from autotune.runtime.draft_variants import variants_of
-from autotune.runtime.model_pool import ModelPool
+from autotune.runtime.model_pool import ModelPool, variants_of
 from autotune.search.screening import _recorded_together
 from autotune.study.spaces import load_space
 from tests.search.test_vocabularies import folders

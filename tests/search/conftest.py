@@ -11,14 +11,12 @@ import pytest
 from autotune.console import Console
 from autotune.documents.search_space import SearchSpace
 from autotune.replay.evaluator import Evaluator
-from autotune.runtime.draft_variants import variants_of
-from autotune.runtime.model_pool import ModelPool
-from autotune.search.clock import StageClock
+from autotune.runtime.model_pool import ModelPool, variants_of
 from autotune.search.plan import Plan, Rates
 from autotune.search.thresholds import KEPT_PROMPTS
 from autotune.search.traces import record
 from autotune.search.tree_search import TreeSearchResult, tune_trees
-from autotune.search.tuning import Tuning
+from autotune.search.tuning import StageClock, Tuning
 from autotune.search.tuning_prompts import TuningPrompts
 from autotune.study.search_settings import SearchSettings
 from autotune.study.spaces import bounds_of
@@ -60,7 +58,6 @@ def tuning_of(
     whole = SearchSpace.model_validate(space)
     return Tuning(
         settings=given,
-        settings_key=given.key,
         pool=pool,
         space=whole,
         bounds=bounds_of(whole),

@@ -19,11 +19,11 @@ from autotune.evaluation.race import Fastest, Race, TimeLimit
 from autotune.evaluation.runner import ArmRunner
 from autotune.search import finalists as stage
 from autotune.search import held_out
-from autotune.search.clock import StageClock
 from autotune.search.evidence import Evaluation
 from autotune.search.finalists import (
     Entrants,
     Finalists,
+    Races,
     estimated_speedup,
     fitting,
     measure_finalists,
@@ -32,8 +32,8 @@ from autotune.search.finalists import (
 )
 from autotune.search.held_out import evaluate
 from autotune.search.profile import measured_profile, predicted_profile
-from autotune.search.races import Races
 from autotune.search.thresholds import KEPT_PROMPTS
+from autotune.search.tuning import StageClock
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload
 from tests.evaluation.sample_runs import run

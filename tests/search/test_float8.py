@@ -20,9 +20,8 @@ from autotune.measuring.tables import priced_variants
 from autotune.modeling.loading import BUNDLED_TARGET, load_model, load_processor
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.draft_variants import variants_of
 from autotune.runtime.load import load
-from autotune.runtime.model_pool import ModelPool
+from autotune.runtime.model_pool import ModelPool, variants_of
 from autotune.search.prices import table_for_gpu
 from autotune.search.screening import _recorded_together
 from autotune.study.spaces import load_space

@@ -14,8 +14,7 @@ from autotune.cli.main import main
 from autotune.console import Console
 from autotune.machine.device import gib
 from autotune.modeling.quantization import weight_bytes
-from autotune.runtime.draft_variants import variants_of
-from autotune.runtime.model_pool import ModelPool
+from autotune.runtime.model_pool import ModelPool, variants_of
 from autotune.search import forecast as forecasts
 from autotune.search.forecast import forecast
 from autotune.search.thresholds import STAGES

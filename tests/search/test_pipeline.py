@@ -18,8 +18,8 @@ from autotune.measuring.settings import CostSettings
 from autotune.modeling.graph_memory import graph_memory
 from autotune.report.sources import find_sources
 from autotune.search import finalists, thresholds
-from autotune.search.clock import StageClock
 from autotune.search.pipeline import search
+from autotune.search.tuning import StageClock
 from autotune.study.ledger import Ledger
 from autotune.study.search_settings import SearchSettings
 from tests.cli.test_end_to_end import write_small_job

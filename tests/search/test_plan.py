@@ -20,9 +20,8 @@ from autotune.errors import UserError
 from autotune.recording.traces import recorder_of
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.model_pool import ModelPool
-from autotune.search import clock as clocks
 from autotune.search import pipeline
-from autotune.search.clock import StageClock
+from autotune.search import tuning as clocks
 from autotune.search.plan import Rates, SearchSize, make_plan, measure_rates
 from autotune.search.thresholds import (
     ANSWERS_SHARE,
@@ -33,6 +32,7 @@ from autotune.search.thresholds import (
     RATE_TOKENS,
     STAGES,
 )
+from autotune.search.tuning import StageClock
 from autotune.study.search_settings import SearchSettings
 from autotune.workloads.workload import Workload
 from tests.rehearsal import Counts, Rehearsal

@@ -13,8 +13,7 @@ from autotune.cost.table import CostTable
 from autotune.documents.provenance import ModelReference
 from autotune.measuring.jobs import Block, BlockLog, LogHeader, TimedJob
 from autotune.measuring.tables import priced_variants
-from autotune.runtime.draft_variants import variants_of
-from autotune.runtime.model_pool import ModelPool
+from autotune.runtime.model_pool import ModelPool, variants_of
 from autotune.search import prices
 from autotune.search.prices import local_table, table_for_gpu
 from autotune.study.spaces import load_space

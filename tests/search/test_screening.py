@@ -23,11 +23,10 @@ from autotune.recording.chain_recorder import chain_traces
 from autotune.recording.recorder import Recorder
 from autotune.recording.traces import record_in_worker, record_trace, record_traces
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.draft_variants import variants_of
-from autotune.runtime.model_pool import ModelPool
+from autotune.runtime.model_pool import ModelPool, variants_of
 from autotune.runtime.model_pool import _run_task as run_worker
 from autotune.search import screening, thresholds
-from autotune.search.screening import ScreeningWork, screen, screen_units, survivors
+from autotune.search.screening import screen, screen_units, survivors
 from autotune.search.tuning import Tuning
 from autotune.study.ledger import Ledger
 from autotune.study.records import ScreenedSubnet, record_of
@@ -136,9 +135,9 @@ def test_promising_subnets_are_screened_first(
     order: list[tuple[str, list[Subnet]]] = []
 
     class Units(screening.Units):
-        def __init__(self, pool: ModelPool, work: ScreeningWork, variants: Any, num_prompts: int, bounds: Any) -> None:
+        def __init__(self, pool: ModelPool, variants: Any, *_: Any) -> None:
             groups = screening._recorded_together(pool, variants)
-            self.groups = {f"{num_prompts}-{number}": group for number, group in enumerate(groups)}
+            self.groups = {f"{len(variants)}-{number}": group for number, group in enumerate(groups)}
 
         def screen(self, group: Any) -> Any:
             draft, subnets = group[0][0], [subnet for _, subnet in group]
@@ -179,11 +178,11 @@ def test_records_of_workers_are_reused(
     tuning = tuned(GRID)
     some, threads = tuning.variants[:3], torch.get_num_threads()
     ledger = pickle.loads(pickle.dumps(Ledger(tuning.folder / "ledger.sqlite")))
-    work = ScreeningWork(tuning.variants, table, tuning.tune, tuning.folder, ledger)
     recording = {"variants": some, "workload": tuning.tune, "folder": tuning.folder}
+    given = tuning.variants, table, tuning.tune, tuning.folder, ledger
     try:
-        for task, given in ((screen_units, work), (record_in_worker, recording)):
-            run_worker(1, tuning.pool.arguments, threads, 1, task, given)
+        run_worker(1, tuning.pool.arguments, threads, 1, screen_units, *given)
+        run_worker(1, tuning.pool.arguments, threads, 1, record_in_worker, recording)
     finally:
         torch.set_num_threads(threads)
     monkeypatch.setattr("autotune.recording.recorder.record_forest", lambda *_: pytest.fail("recorded twice"))
