@@ -198,6 +198,11 @@ def test_time_that_a_stage_leaves_goes_to_later_ones(monkeypatch: pytest.MonkeyP
     assert only_table > 100 * STAGES["screening"], "nothing was spent on the table"
     now = 1200.0
     assert clock.deadline_of("finalists") == now, "no time is left"
+    now = 1000.0
+    clock.set_share("cost table", 0.6)
+    assert clock.deadline_of("cost table") == pytest.approx(now + 60)
+    traces, rest = STAGES["traces"], 1 - STAGES["cost table"] - STAGES["screening"]
+    assert clock.deadline_of("traces") == pytest.approx(now + 100 * traces / rest)
     assert list(StageClock(100, is_timed=False).weights) == ["screening", "traces", "tree search"]
 
 
@@ -214,17 +219,6 @@ def test_a_stage_leaves_later_ones_what_they_keep(monkeypatch: pytest.MonkeyPatc
     assert clock.deadline_of("finalists") == pytest.approx(now + 40 / 3), "of 40 s, the later stage keeps two thirds"
     now = 1090.0
     assert clock.deadline_of("evaluation") == pytest.approx(1100.0) and clock.limit_of("evaluation") == 1100.0
-
-
-def test_a_stage_may_get_another_share_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1000.0
-    monkeypatch.setattr(clocks, "time", SimpleNamespace(monotonic=lambda: now))
-    clock = StageClock(100)
-    clock.weights = {name: STAGES[name] for name in ("screening", "traces", "evaluation")}
-    clock.set_share("screening", 0.6)
-    assert clock.deadline_of("screening") == pytest.approx(now + 60)
-    traces, evaluation = (STAGES[name] for name in ("traces", "evaluation"))
-    assert clock.deadline_of("traces") == pytest.approx(now + 100 * traces / (traces + evaluation))
 
 
 def test_a_space_with_thousands_of_subnets_is_screened_longer() -> None:
