@@ -171,14 +171,14 @@ def measure_finalists(
     Their rounds update the prices, all candidates are replayed with them, and those that now lead run beside the
     winner.
     """
-    deadline, last = tuning.clock.deadline_of("finalists"), tuning.clock.limit_of("finalists")
-    seed, console = tuning.settings.seed, tuning.console
-    now = time.monotonic()
-    first_deadline = now + (1.0 - thresholds.SECOND_RACE_SHARE) * (deadline - now)
     candidates = choose_finalists(confirmable(trees.fastest), prompts.confirming, thresholds.RACE_SIZES[0][1])
     whole = Entrants(
         _named([prompts.confirming.with_fallback(one) for one in candidates]), published_defaults(tuning.pool), 0
     )
+    deadline, last = tuning.clock.deadline_of("finalists"), tuning.clock.limit_of("finalists")
+    seed, console = tuning.settings.seed, tuning.console
+    now = time.monotonic()
+    first_deadline = now + (1.0 - thresholds.SECOND_RACE_SHARE) * (deadline - now)
     seconds = {**dict.fromkeys(thresholds.RACE_SIZES[:-1], first_deadline - now), plan.kept_prompts[1:]: deadline - now}
     entrants = fitting(whole, prompts.confirming, seconds)
     if len(entrants.all) < len(whole.all):
