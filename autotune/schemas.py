@@ -9,10 +9,10 @@ from autotune.cost.roofline import DatasheetLimits
 from autotune.cost.table import CostTable
 from autotune.doctor.diagnosis import Diagnosis
 from autotune.documents.decoding_profile import DecodingProfile
+from autotune.documents.search_space import SearchSpace
 from autotune.drafters.checkpoint import CONFIGS
 from autotune.files import Document
 from autotune.replay.trace import TraceHeader
-from autotune.search.space import SearchSpace
 from autotune.study.document import StudyDocument
 from autotune.training.recipe import Recipe
 

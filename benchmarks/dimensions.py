@@ -21,15 +21,16 @@ from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration
 from autotune.documents.decoding_profile import AR
 from autotune.evaluation.race import Everyone, race
+from autotune.evaluation.runtime_arms import arms_of_pool
 from autotune.evaluation.summary import summarize
 from autotune.files import write_table
+from autotune.recording.traces import record_traces
 from autotune.replay.evaluator import Evaluator
-from autotune.search.model_pool import ModelPool
-from autotune.search.screening import ScreenedSubnet, screen
-from autotune.search.space_files import bounds_of, load_space
-from autotune.search.traces import record_traces
+from autotune.runtime.model_pool import ModelPool, variants_of
+from autotune.search.screening import ScreenedSubnet, screen_units
 from autotune.search.tree_search import search_trees
 from autotune.study.ledger import Ledger
+from autotune.study.spaces import bounds_of, load_space
 from autotune.study.storage import LEDGER, RUNS
 from autotune.workloads.workload import load_workload
 
@@ -78,7 +79,7 @@ def main(
         load_workload("digits", "evaluate", num_prompts=prompts),
     )
     ledger, bounds = Ledger(study / LEDGER), bounds_of(space)
-    screened = screen(model_pool, model_pool.subnets(space), costs, tune, study, ledger, console)
+    screened = screen_units(model_pool, 0, variants_of(model_pool, space), costs, tune, study, ledger)
     default = next(
         one
         for one in screened
@@ -110,7 +111,7 @@ def main(
         configurations[name] = best.configuration
 
     with console.stage("measured") as update:
-        runtime = model_pool.arms(costs)
+        runtime = arms_of_pool(model_pool, costs)
         arms = [runtime.plain, *(runtime.arm(name, c) for name, c in configurations.items())]
         runner = runtime.runner(study / RUNS, context=model_pool.key)
         runs = race(runner, arms, evaluate.prompts, Everyone(), seed=seed, report=update).runs

@@ -20,7 +20,7 @@ from autotune.console import Console
 from autotune.evaluation.not_slower import Design, Floats
 from autotune.evaluation.race import Fastest, Judgement, Look
 from autotune.evaluation.summary import NUM_RESAMPLES
-from autotune.search.thresholds import HELD_OUT_PROMPTS, MAX_PASSES, RISK, ROUNDS
+from autotune.search.thresholds import HELD_OUT_PROMPTS, MAX_PASSES, RACE_SIZES, RISK
 from benchmarks.check_power import SCENARIOS, simulate
 from benchmarks.evidence.result import stamped
 
@@ -93,7 +93,7 @@ class Simulated:
         return len(judged.remaining) < self.num_arms
 
 
-FINALISTS = Fastest(RISK, ROUNDS[0][0], passes=MAX_PASSES)
+FINALISTS = Fastest(RISK, RACE_SIZES[0][0], passes=MAX_PASSES)
 HELD_OUT = Fastest(RISK, HELD_OUT_PROMPTS, ends=lambda _: False)
 RULES = {
     "Fastest, 2 arms, 16 prompts four times": Simulated(2, 16, FINALISTS),

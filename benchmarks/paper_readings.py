@@ -30,11 +30,11 @@ from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.documents.subnet import Subnet
 from autotune.modeling.loading import BUNDLED_TARGET
 from autotune.modeling.target_defaults import default_workload
+from autotune.recording.traces import record_traces
 from autotune.replay.evaluator import Evaluator
 from autotune.replay.trace import ForestBounds
-from autotune.search.cost_tables import table_for_gpu
-from autotune.search.model_pool import ModelPool
-from autotune.search.traces import record_traces
+from autotune.runtime.model_pool import ModelPool
+from autotune.search.prices import table_for_gpu
 from autotune.trees.base import bounds_for
 from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import load_workload

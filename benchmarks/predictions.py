@@ -25,16 +25,17 @@ from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, DraftVariant, configuration_of
 from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import AR, DecodingProfile
+from autotune.documents.search_space import SearchSpace
 from autotune.evaluation.race import Everyone, race
+from autotune.evaluation.runtime_arms import arms_of_pool
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.files import write_table
+from autotune.recording.traces import record_traces
 from autotune.replay.evaluator import Evaluator
-from autotune.search.model_pool import ModelPool
-from autotune.search.settings import SearchSettings
-from autotune.search.space import SearchSpace
-from autotune.search.space_files import bounds_of, load_space
-from autotune.search.traces import record_traces
+from autotune.runtime.model_pool import ModelPool, variants_of
 from autotune.study.document import load_study, newest_profile
+from autotune.study.search_settings import SearchSettings
+from autotune.study.spaces import bounds_of, load_space
 from autotune.trees.policy import POLICIES
 from autotune.workloads.workload import Workload, load_workload
 
@@ -46,7 +47,7 @@ def random_variants(
     space: SearchSpace, model_pool: ModelPool, count: int, rng: random.Random
 ) -> list[tuple[str, DraftVariant]]:
     """``count`` pairs of policy and draft variant for every policy."""
-    variants = model_pool.subnets(space)
+    variants = variants_of(model_pool, space)
     return [(policy, rng.choice(variants)) for policy in space.trees for _ in range(count)]
 
 
@@ -164,7 +165,7 @@ def main(
     drawn = random_configurations(searched, evaluator, pairs, rng)
     if winner is not None:
         drawn += next_best(searched, evaluator, winner, NEXT_BEST, rng)
-    runtime = model_pool.arms(costs)
+    runtime = arms_of_pool(model_pool, costs)
     arms = [runtime.plain, *(runtime.arm(f"{number}", configuration) for number, configuration in enumerate(drawn))]
     if winner is not None:
         arms.append(runtime.arm("winner", winner))

@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -157,7 +158,10 @@ def work(path: Path) -> None:
     from autotune.measuring.settings import CostSettings
     from autotune.replay.evaluator import Evaluator
     from autotune.replay.trace import load_trace
-    from autotune.search.finalists import choose_finalists, confirmable, measure_finalists
+    from autotune.search import finalists
+    from autotune.search.finalists import Races
+    from autotune.search.thresholds import KEPT_PROMPTS
+    from autotune.search.tree_search import TreeSearchResult
     from autotune.search.tuning_prompts import TuningPrompts
     from autotune.workloads.prompt import Prompt, WorkloadPrompt
     from autotune.workloads.workload import Workload
@@ -213,7 +217,9 @@ def work(path: Path) -> None:
     drafts_by_name = {
         name: d.model_copy(update={"draft": given["default_drafts"][name]}) for name, d in COMPARED_DEFAULTS.items()
     }
-    defaults = {name: truth.resolve(d) for name, d in drafts_by_name.items() if truth.can_replay(d)}
+    finalists.published_defaults = lambda pool: {
+        name: truth.resolve(d) for name, d in drafts_by_name.items() if truth.can_replay(d)
+    }
     for name in MACHINES:
         for seed in range(given["tables"]):
             machine = Machine(name, seed)
@@ -233,21 +239,16 @@ def work(path: Path) -> None:
                 ratios = [{"verify_ratio": sampler.verify_ratio(number)} for number in range(len(references))]
             found = TuningPrompts.of(workload, Evaluator(traces, table_of(surfaces, ratios)))
             candidates = sorted((found.choosing.evaluate(c) for c in configurations), key=lambda c: c.rank)
-            finalists = choose_finalists(confirmable(candidates), found.confirming, 6)
-            more = {"all_candidates": candidates} if is_joint else {}
-            measured = measure_finalists(
-                finalists,
-                defaults,
-                SimulatedArms(machine, truth),
-                ArmRunner(key_of=lambda prompt: prompt.name),
-                found,
-                Console(),
-                seed=seed,
-                deadline=float("inf"),
-                **more,
+            trees = TreeSearchResult(candidates, num_replayed=len(candidates), optuna_study="")
+            endless = SimpleNamespace(deadline_of=lambda _: float("inf"), limit_of=lambda _: float("inf"))
+            tuning: Any = SimpleNamespace(
+                pool=None, clock=endless, console=Console(), settings=SimpleNamespace(seed=seed)
             )
-            winner = getattr(measured.winner, "configuration", measured.winner)  # of this checkout, of an older one
-            chosen = truth.evaluate(winner).speedup
+            plan: Any = SimpleNamespace(kept_prompts=KEPT_PROMPTS[0])
+            arms: Any = SimulatedArms(machine, truth)
+            races = Races(arms, ArmRunner(key_of=lambda prompt: prompt.name), tuning.console)
+            measured = finalists.measure_finalists(tuning, plan, found, trees, races)
+            chosen = truth.evaluate(measured.winner.configuration).speedup
             best = max(true_speedups.values())
             by_price = true_speedups[candidates[0].key]
             predicted = candidates[0].speedup

@@ -25,13 +25,13 @@ from autotune.cost.table import DensePrices
 from autotune.documents.configuration import Configuration
 from autotune.documents.subnet import Subnet
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET
+from autotune.recording.traces import record_traces
 from autotune.replay.prices import TreePricing
 from autotune.replay.replay import replay
 from autotune.replay.sequoia import rank_acceptance, sequoia_trees
 from autotune.replay.trace import Trace, bounds_for
-from autotune.search.model_pool import ModelPool
-from autotune.search.space_files import load_space
-from autotune.search.traces import record_traces
+from autotune.runtime.model_pool import ModelPool
+from autotune.study.spaces import load_space
 from autotune.trees.policy import POLICIES, Policy, parse_policy
 from autotune.workloads.workload import Workload, load_workload
 

@@ -25,16 +25,18 @@ from autotune.console import Console
 from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.evaluation.race import Everyone, race
+from autotune.evaluation.runtime_arms import arms_of_pool
 from autotune.evaluation.summary import ms_per_token
 from autotune.files import read_lines
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.loading import RETRIEVAL, load_model
 from autotune.replay.evaluator import Evaluator
+from autotune.runtime import model_pool
+from autotune.runtime.model_pool import ModelPool
 from autotune.search import pipeline
-from autotune.search.model_pool import ModelPool
-from autotune.search.settings import SearchSettings
-from autotune.search.space_files import load_space
 from autotune.study.document import load_study
+from autotune.study.search_settings import SearchSettings
+from autotune.study.spaces import load_space
 from autotune.study.storage import RUNS
 from autotune.workloads.workload import Workload, load_workload
 from benchmarks.predictions import random_configurations, random_variants
@@ -82,7 +84,7 @@ def simulated_pool(device: SimulatedDevice, draft: str) -> type[ModelPool]:
             super().__init__(*arguments, **options)
             text = self.target.text
             device.simulate(LLAMA_8B, text.layers, self.target.model)
-            model = self._full_drafts[draft].standalone_model
+            model = self.drafts[draft].standalone_model
             assert model is not None
             device.simulate(LLAMA_1B, model.model.layers, model)
 
@@ -93,7 +95,7 @@ def decoded_ms_per_token(
     pool: ModelPool, evaluator: Evaluator, c: list[Configuration], prompts: Workload
 ) -> list[float]:
     """Simulated time per token of each configuration, decoded in turns."""
-    runtime = pool.arms(evaluator.table)
+    runtime = arms_of_pool(pool, evaluator.table)
     arms = [runtime.arm(configuration.key, configuration) for configuration in c]
     runs = race(runtime.runner(), [runtime.plain, *arms], prompts.prompts, Everyone()).runs
     return [ms_per_token(runs[arm.name]) for arm in arms]
@@ -143,8 +145,8 @@ def simulate(settings: SearchSettings, gpu: str, num_random: int, num_decoded: i
                 super().__init__(*arguments, **options)
                 made.append((device.now_s(), self))
 
-        pipeline.ModelPool, pipeline.Evaluator = KeptPool, KeptEvaluator  # type: ignore[misc]
-        pipeline.search_trees = device.charged(pipeline.search_trees)
+        model_pool.ModelPool, pipeline.Evaluator = KeptPool, KeptEvaluator  # type: ignore[misc]
+        pipeline.tune_trees = device.charged(pipeline.tune_trees)
         torch.set_num_threads(1)
         profile = pipeline.search(settings, Console())
         (loaded_s, pool), evaluator = made[:2]

@@ -23,7 +23,7 @@ from autotune.documents.decoding_profile import AR
 from autotune.documents.published_defaults import NAMED, PUBLISHED_DEFAULTS
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.modeling.target_defaults import default_workload
-from autotune.search.model_pool import ModelPool
+from autotune.runtime.model_pool import ModelPool
 from autotune.workloads.workload import load_workload
 
 WETAP = PUBLISHED_DEFAULTS["wetap"].tree

@@ -23,8 +23,8 @@ from autotune.files import data_root, read_json, read_lines, read_yaml
 from autotune.replay.replay import replay
 from autotune.replay.trace import load_trace, save_trace
 from autotune.schemas import DOCUMENTS
-from autotune.search.space_files import load_space
 from autotune.serve.requests import ApiError, ChatRequest, CompletionRequest, parse_request
+from autotune.study.spaces import load_space
 from autotune.training.recipe import Recipe
 from autotune.trees.policy import parse_policy
 from autotune.workloads.formats import FORMATS

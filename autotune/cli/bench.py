@@ -10,7 +10,7 @@ import click
 from autotune.cli import options
 from autotune.cli.verb import Verb
 from autotune.modeling.loading import Dtype
-from autotune.search.settings import SearchSettings
+from autotune.study.search_settings import SearchSettings
 from autotune.workloads.formats import Format
 
 

@@ -9,7 +9,7 @@ import click
 
 from autotune.cli import options
 from autotune.cli.verb import Verb
-from autotune.search.settings import SearchSettings
+from autotune.study.search_settings import SearchSettings
 
 
 @click.command(cls=Verb, short_help="Tell what to expect on this machine before a search.")

@@ -10,7 +10,7 @@ import click
 from autotune.cli import options
 from autotune.cli.verb import Verb
 from autotune.documents.option_fields import make_settings
-from autotune.search.settings import SearchSettings
+from autotune.study.search_settings import SearchSettings
 
 
 @click.command(cls=Verb, short_help="Measure a cost table: latencies of models on a device.")
@@ -35,8 +35,8 @@ from autotune.search.settings import SearchSettings
 def command(output: Path | None, table: Path | None, as_json: bool, **values: Any) -> None:
     """Measure a cost table: the latency of the forward passes of target and drafts on a device."""
     from autotune.cli.preflight import require_models, require_workload
+    from autotune.documents.search_space import subnets_of_drafts
     from autotune.files import WORKSPACE, content_key, write_table
-    from autotune.search.space_files import subnets_of_drafts
     from autotune.study.outputs import choose_output
 
     settings = make_settings(SearchSettings, values)
@@ -49,12 +49,12 @@ def command(output: Path | None, table: Path | None, as_json: bool, **values: An
     from autotune.machine.contention_monitor import wait_until_idle
     from autotune.machine.device import choose_device
     from autotune.measuring.jobs import JobLog
-    from autotune.search.cost_tables import measure_table, priced_variants, print_table
-    from autotune.search.inputs import load_models
+    from autotune.measuring.tables import measure_table, priced_variants, show_table
+    from autotune.runtime.model_pool import load_pool, variants_of
 
     console = Console()
     prompts = settings.load_prompts("tune").first_turns()
-    pool = load_models(settings, choose_device(settings.device), console)
+    pool = load_pool(settings, choose_device(settings.device), console)
     if settings.random_weights:
         console.say("weights are random: this table's latencies hold, its models accept nothing of each other")
         prompts = prompts.readable_by(pool.processor)
@@ -62,14 +62,14 @@ def command(output: Path | None, table: Path | None, as_json: bool, **values: An
     if settings.wait_until_idle_s is not None:
         wait_until_idle(settings.wait_until_idle_s, str(pool.target.device), console)
     log = JobLog(WORKSPACE / "measured" / f"{content_key([settings.key, pool.key])}.jsonl")
-    measured = measure_table(pool, priced_variants(pool.subnets(space)), prompts, console, settings.budget_s, log)
+    measured = measure_table(pool, priced_variants(variants_of(pool, space)), prompts, console, settings.budget_s, log)
     provenance = measured.provenance.model_copy(update={"settings_key": settings.key})
     measured = measured.model_copy(update={"provenance": provenance})
     measured.save(output)
     log.path.unlink(missing_ok=True)
     if table is not None:
         write_table(table, measured.to_dataframe())
-    print_table(measured, console)
+    show_table(measured, console)
     console.say(f"cost table written to {output}")
     if as_json:
         click.echo(measured.dump())

@@ -11,7 +11,7 @@ from autotune.cli import options
 from autotune.cli.verb import Verb
 from autotune.documents.execution import EAGER
 from autotune.documents.option_fields import make_settings
-from autotune.search.settings import SearchSettings
+from autotune.study.search_settings import SearchSettings
 
 
 @click.command(cls=Verb, short_help="Record traces: a draft's proposals along the target's answers.")
@@ -34,8 +34,8 @@ from autotune.search.settings import SearchSettings
 def command(output: Path, num_prompts: int, as_json: bool, **values: Any) -> None:
     """Record traces: the draft's proposals along the target's answers."""
     from autotune.cli.preflight import require_models, require_workload
+    from autotune.documents.search_space import subnets_of_drafts
     from autotune.files import require_writable
-    from autotune.search.space_files import subnets_of_drafts
 
     require_writable(output / "keep-1.trace.json")
     settings = make_settings(SearchSettings, values)
@@ -45,17 +45,17 @@ def command(output: Path, num_prompts: int, as_json: bool, **values: Any) -> Non
 
     from autotune.console import Console
     from autotune.machine.device import choose_device
-    from autotune.search.inputs import load_models
-    from autotune.search.traces import print_agreement, record_traces
+    from autotune.recording.traces import agreement_table, record_traces, recorder_of
+    from autotune.runtime.model_pool import load_pool, variants_of
 
     console = Console()
     prompts = settings.load_prompts("tune", num_prompts)
-    model_pool = load_models(settings, choose_device(settings.device), console, mode=EAGER)
+    model_pool = load_pool(settings, choose_device(settings.device), console, mode=EAGER)
     prompts = prompts.fitting(model_pool.processor, model_pool.target.max_context, console.say)
-    prompts = model_pool.recorder(output).follow(prompts)
-    variants = model_pool.subnets(space)
+    prompts = recorder_of(model_pool, output).follow(prompts)
+    variants = variants_of(model_pool, space)
     traces = record_traces(model_pool, variants, prompts, output, console)
-    print_agreement(traces, console)
+    console.show(agreement_table(traces))
     if as_json:
         agreements = [trace.agreement().pivot(index="rank", columns="task", values="share") for trace in traces]
         results = []

@@ -11,7 +11,7 @@ from autotune.cli import options
 from autotune.cli.verb import Verb
 from autotune.documents.deployment import RUNTIME
 from autotune.documents.option_fields import make_settings
-from autotune.search.settings import SearchSettings
+from autotune.study.search_settings import SearchSettings
 
 DEMONSTRATION = "no --target: tuning the bundled demonstration `digits`; give --target MODEL for a model of your own"
 
@@ -31,7 +31,7 @@ def command(context: click.Context, /, as_json: bool, is_verbose: bool, is_plan:
     fastest. An interrupted search is continued by the same command.
     """
     from autotune.cli.preflight import require_models, require_workload
-    from autotune.search.settings import check_settings
+    from autotune.study.search_settings import check_settings
 
     settings = make_settings(SearchSettings, values)
     if settings.backends:  # engines take time to import

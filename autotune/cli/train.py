@@ -9,7 +9,7 @@ import click
 from autotune.cli import options
 from autotune.cli.verb import Verb
 from autotune.modeling.loading import Dtype
-from autotune.search.settings import SearchSettings
+from autotune.study.search_settings import SearchSettings
 
 
 @click.command(cls=Verb, short_help="Train a draft from a recipe.")

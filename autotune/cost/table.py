@@ -187,28 +187,6 @@ class CostTable(Document, kind="cost-table", version=2, made_by="autotune measur
         ]
         return pd.DataFrame(rows, columns=["part", "tokens", "kv_length", "ms"])
 
-    def check_is_of(self, target: ModelReference, device: Fingerprint, precision: str, *, source: str) -> None:
-        """Check that the table is of this target, device and precision. Without hashes, names of targets are compared.
-
-        Args:
-            source: what error messages call the table.
-
-        Raises:
-            UserError: another target, device or precision.
-        """
-
-        names = [f"{model.id!r} ({model.sha256[:8] or 'no hash'})" for model in (self.target, target)]
-        for what, recorded, given, is_same in (
-            ("model", *names, self.target.is_same(target)),
-            ("device", repr(self.device.key), repr(device.key), self.device.key == device.key),
-            ("precision", self.precision, precision, self.precision == precision),
-        ):
-            if not is_same:
-                raise UserError(
-                    f"{source}: a cost table is valid for the {what} that it was measured with; this one is of {recorded}, not of "
-                    f"{given}; delete it, or run autotune measure for this {what}"
-                )
-
     def why_not_of(
         self,
         device: str,

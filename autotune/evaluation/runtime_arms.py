@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration
 from autotune.documents.decoded import Decoded, tokens_key
 from autotune.documents.decoding_profile import AR
@@ -27,6 +28,7 @@ from autotune.modeling.host import limited_threads
 from autotune.runtime.answer_keys import AnswerKeys
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.load import configured_decoder
+from autotune.runtime.model_pool import ModelPool
 from autotune.runtime.stats import DecodingStats
 from autotune.workloads.conversations import Conversations
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
@@ -187,6 +189,12 @@ class RuntimeArm(Arm):
         if shape not in self.arms.warm:
             self.warm_up(inputs, prompt.settings)
             self.arms.warm.add(shape)
+
+
+def arms_of_pool(pool: ModelPool, table: CostTable | None) -> RuntimeArms:
+    """Arms with any of the drafts of a pool, on the CPU threads of a cost table; None: on those of torch."""
+    threads = (None, None) if table is None else (table.threads, table.prefill_threads)
+    return RuntimeArms(pool.plain_decoder(*threads), draft_of=pool.draft_of, keys=pool.answer_keys)
 
 
 class DecoderArm(RuntimeArm):

@@ -31,7 +31,7 @@ from autotune.modeling.target_defaults import sizes_of
 from autotune.search import thresholds
 from autotune.search.backends import BACKENDS, BackendChoice, arms_of, choose_backends
 from autotune.search.engine_tuning import engine_prompts, tune_engine
-from autotune.search.settings import SearchSettings, check_settings
+from autotune.study.search_settings import SearchSettings, check_settings
 from autotune.study.storage import RUNS, study_folder
 
 PLAIN = ", plain"  # after a backend's label: the name of its plain decoding

@@ -21,7 +21,7 @@ from autotune.engines.llama_cpp import LlamaBackend
 from autotune.engines.vllm import VllmBackend
 from autotune.errors import UserError, nearest
 from autotune.evaluation.arms import Arm
-from autotune.search.settings import SearchSettings, is_of_backend
+from autotune.study.search_settings import SearchSettings, is_of_backend
 
 OF_ENGINES = {
     *("backends", "changes", "target", "workload", "workload_format", "max_new_tokens", "temperature"),

@@ -29,7 +29,7 @@ from autotune.machine.device import cpu_fingerprint
 from autotune.search import thresholds
 from autotune.search.backends import named_arm
 from autotune.search.evidence import Evaluation, print_evaluation
-from autotune.search.settings import SearchSettings
+from autotune.study.search_settings import SearchSettings
 from autotune.study.storage import RUNS
 from autotune.workloads.workload import Workload, WorkloadSplit
 

@@ -3,43 +3,50 @@
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autotune.console import Console
+from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration
 from autotune.documents.decoded import Decoded
-from autotune.documents.decoding_profile import AR
+from autotune.documents.decoding_profile import AR, HF
 from autotune.documents.published_defaults import COMPARED_DEFAULTS
+from autotune.documents.table import Table, with_interval
+from autotune.evaluation.arms import Arm
 from autotune.evaluation.race import Fastest, Race, TimeLimit, race
 from autotune.evaluation.runner import ArmRunner
-from autotune.evaluation.runtime_arms import WARM_UP_S, RuntimeArms
+from autotune.evaluation.runtime_arms import WARM_UP_S, HuggingFaceArm, RuntimeArms, arms_of_pool
 from autotune.evaluation.summary import ms_per_token, speedup, summarize, time_ratio
 from autotune.replay.draws import time_draws
 from autotune.replay.evaluator import Candidate, Evaluator
 from autotune.replay.live_prices import updated_table
+from autotune.runtime.model_pool import ModelPool
 from autotune.search import thresholds
-from autotune.search.model_pool import ModelPool
+from autotune.search.plan import Plan
+from autotune.search.tree_search import TreeSearchResult
+from autotune.search.tuning import Tuning
 from autotune.search.tuning_prompts import TuningPrompts, speedup_interval
 from autotune.study.document import MeasuredConfiguration
+from autotune.study.storage import RUNS
 from autotune.trees.policy import parse_policy
+from autotune.workloads.prompt import WorkloadPrompt
 
 
-def published_defaults(model_pool: ModelPool) -> dict[str, Configuration]:
+def published_defaults(pool: ModelPool) -> dict[str, Configuration]:
     """The published defaults to compare with, each with a draft of its paper's kind where one is loaded. With
     recurrent states, these are chains only.
     """
-    by_kind = {model_pool.kind(draft): draft for draft in reversed(model_pool.references)}
-    first = next(iter(model_pool.references))
+    by_kind = {pool.drafts[draft].kind: draft for draft in reversed(pool.references)}
+    first = next(iter(pool.references))
     return {
         name: default.model_copy(update={"draft": by_kind.get(name, by_kind.get("independent", first))})
         for name, default in COMPARED_DEFAULTS.items()
-        if not model_pool.has_states or parse_policy(default.tree).is_chain
+        if not pool.has_states or parse_policy(default.tree).is_chain
     }
 
 
@@ -79,8 +86,42 @@ def choose_finalists(candidates: Sequence[Candidate], evaluator: Evaluator, coun
     return [here[number] for number in chosen]
 
 
+class Races:
+    """Races of arms that one runner times."""
+
+    def __init__(self, arms: RuntimeArms, runner: ArmRunner, console: Console) -> None:
+        self.arms, self.runner, self.console = arms, runner, console
+
+    @classmethod
+    def of(cls, tuning: Tuning, table: CostTable) -> Races:
+        """Races on the CPU threads of a cost table, whose runs the study keeps."""
+        arms = arms_of_pool(tuning.pool, table)
+        context = [tuning.pool.key, (table.threads, table.prefill_threads)]
+        return cls(arms, arms.runner(tuning.folder / RUNS, context=context), tuning.console)
+
+    def hugging_face(self) -> Arm:
+        """Hugging Face's ``generate`` with the same target and threads."""
+        return HuggingFaceArm(HF, self.arms, threads=self.arms.decoder.threads)
+
+    def run(
+        self,
+        name: str,
+        configurations: Mapping[str, Configuration],
+        prompts: Sequence[WorkloadPrompt],
+        rule: Fastest,
+        time_limit: TimeLimit,
+        *,
+        seed: int,
+        others: Sequence[Arm] = (),
+    ) -> Race:
+        """A race of plain decoding, configurations by the names of their arms, and ``others``."""
+        arms = [self.arms.plain, *(self.arms.arm(arm, c) for arm, c in configurations.items()), *others]
+        with self.console.stage(f"{name}, measured", rule.passes * len(prompts)) as update:
+            return race(self.runner, arms, prompts, rule, time_limit=time_limit, seed=seed, report=update)
+
+
 @dataclass(frozen=True)
-class MeasuredFinalists:
+class Finalists:
     """Results of finalists and published defaults in real runs on tuning prompts."""
 
     winner: MeasuredConfiguration
@@ -90,119 +131,122 @@ class MeasuredFinalists:
     best_defaults: dict[str, Configuration]
     """The defaults that are not significantly slower than the fastest default, which is first."""
     prompts: TuningPrompts
-    """The tuning prompts, with prices that their rounds have updated."""
+    """The tuning prompts, with prices that the rounds of the finalists have updated."""
+
+    def tables(self) -> list[Table]:
+        """Predicted and measured speedups."""
+        measured, rows = [*self.finalists, *self.defaults], []
+        for one in measured:
+            predicted, error = "-", "-"
+            if one.predicted_speedup is not None and one.interval90 is not None:
+                predicted = with_interval(one.predicted_speedup, one.interval90)
+                error = f"{100 * (one.predicted_speedup / one.speedup - 1):+.1f} %"
+            runs = f"{one.num_runs}" + (", eliminated" if one.is_eliminated else "")
+            rows.append([one.name, predicted, with_interval(one.speedup, one.ci95), runs, error])
+        columns = ["finalist or default", "predicted (90 %)", "measured (95 %)", "runs", "prediction error"]
+        labels = {one.name: one.configuration.label for one in measured}
+        title = "Finalists and published defaults on tuning prompts"
+        return [Table(title, columns, rows, details=columns[-1:], labels=labels)]
+
+
+@dataclass(frozen=True)
+class Entrants:
+    """The configurations of a race, by the names of their arms."""
+
+    finalists: Mapping[str, Configuration]
+    defaults: Mapping[str, Configuration]
+    prompts_per_block: int
+
+    @property
+    def all(self) -> dict[str, Configuration]:
+        return {**self.finalists, **self.defaults}
 
 
 def measure_finalists(
-    candidates: Sequence[Candidate],
-    defaults: Mapping[str, Configuration],
-    runtime: RuntimeArms,
-    runner: ArmRunner,
-    prompts: TuningPrompts,
-    console: Console,
-    *,
-    all_candidates: Sequence[Candidate],
-    least: tuple[int, int, int | None] = thresholds.ROUNDS[-1],
-    seed: int,
-    deadline: float,
-    last: float = math.inf,
-) -> MeasuredFinalists:
+    tuning: Tuning, plan: Plan, prompts: TuningPrompts, trees: TreeSearchResult, races: Races
+) -> Finalists:
     """Run finalists, with their fallbacks, and published defaults on confirming prompts until the fastest is known or
     the time is over. Where the time is short, fewer of them run: the fastest by prediction.
 
     Their rounds update the prices, all candidates are replayed with them, and those that now lead run beside the
     winner.
-
-    Args:
-        candidates: the fastest first.
-        all_candidates: every configuration that may lead with other prices.
-        least: prompts, finalists and published defaults for which the search has kept the time until the deadline.
-        deadline: a value of ``time.monotonic``.
-        last: the first prompts may end past the deadline, until then.
     """
-    confirming = prompts.confirming
-    finalists = {
-        f"finalist {number}": confirming.with_fallback(candidate).configuration
-        for number, candidate in enumerate(candidates, start=1)
-    }
-    first_deadline = time.monotonic() + (1.0 - thresholds.SECOND_RACE_SHARE) * (deadline - time.monotonic())
-    deadlines = {**dict.fromkeys(thresholds.ROUNDS[:-1], first_deadline), least: deadline}
-    prompts_per_block, fitting, fitting_defaults = _fitting(finalists, defaults, confirming, deadlines)
-    if len(fitting) + len(fitting_defaults) < len(finalists) + len(defaults):
+    candidates = choose_finalists(confirmable(trees.fastest), prompts.confirming, thresholds.RACE_SIZES[0][1])
+    whole = Entrants(
+        _named([prompts.confirming.with_fallback(one) for one in candidates]), published_defaults(tuning.pool), 0
+    )
+    deadline, last = tuning.clock.deadline_of("finalists"), tuning.clock.limit_of("finalists")
+    seed, console = tuning.settings.seed, tuning.console
+    now = time.monotonic()
+    first_deadline = now + (1.0 - thresholds.SECOND_RACE_SHARE) * (deadline - now)
+    seconds = {**dict.fromkeys(thresholds.RACE_SIZES[:-1], first_deadline - now), plan.kept_prompts[1:]: deadline - now}
+    entrants = fitting(whole, prompts.confirming, seconds)
+    if len(entrants.all) < len(whole.all):
         console.say(
-            f"in the time left, {len(fitting)} of {len(finalists)} finalists and {len(fitting_defaults)} of "
-            f"{len(defaults)} published defaults are measured"
+            f"in the time left, {len(entrants.finalists)} of {len(whole.finalists)} finalists and "
+            f"{len(entrants.defaults)} of {len(whole.defaults)} published defaults are measured"
         )
-
-    def compete(
-        finalists: Mapping[str, Configuration],
-        defaults: Mapping[str, Configuration],
-        at: TuningPrompts,
-        time_limit: TimeLimit,
-        seed: int,
-    ) -> tuple[Race, dict[str, MeasuredConfiguration], MeasuredConfiguration, TuningPrompts]:
-        """A race, with the documents of its arms, the one that wins, and the prices that follow from its rounds."""
-        arms = {**finalists, **defaults}
-        with console.stage(
-            "finalists, measured", thresholds.MAX_PASSES * len(at.confirming_workload.prompts)
-        ) as update:
-            measured = race(
-                runner,
-                [runtime.plain, *(runtime.arm(name, configuration) for name, configuration in arms.items())],
-                at.confirming_workload.prompts,
-                Fastest(
-                    risk=thresholds.RISK,
-                    prompts_per_block=prompts_per_block,
-                    passes=thresholds.MAX_PASSES,
-                    always=[AR],
-                    defaults=[*defaults],
-                ),
-                time_limit=time_limit,
-                seed=seed,
-                report=update,
-            )
-        documents = {name: _document(name, c, measured, at.confirming) for name, c in arms.items()}
-        print_finalists(documents, console)
-        estimates = {name: estimated_speedup(documents[name], at.full) for name in finalists}
-        runs = {name: (c, measured.runs[name]) for name, c in arms.items()}
-        table = updated_table(at.confirming, runs, measured.runs[AR])
-        return measured, documents, documents[winner_of(measured, estimates)], at.with_table(table)
-
     # The first block was chosen to fit.
-    measured, documents, winner, updated = compete(
-        fitting, fitting_defaults, prompts, TimeLimit(first_deadline, prompts_per_block, last), seed
+    limit = TimeLimit(first_deadline, entrants.prompts_per_block, last)
+    first = compete(entrants, prompts, races, limit, seed)
+    leading = leaders(trees.fastest, first)
+    again = Entrants(
+        {first.winner.name: first.winner.configuration, **_named(leading, after=len(whole.finalists))},
+        {},
+        entrants.prompts_per_block,
     )
+    again_s = block_s(again.all, prompts.confirming, thresholds.MIN_PROMPTS)
+    if not leading or first.winner.name in entrants.defaults or again_s > deadline - time.monotonic():
+        return first
+    console.say(
+        f"with the prices of these rounds, other configurations may be faster: {len(leading)} run beside the winner"
+    )
+    limit = TimeLimit(deadline, min(thresholds.MIN_PROMPTS, entrants.prompts_per_block), last)
+    second = compete(again, first.prompts, races, limit, seed + 1)
+    known = {one.name for one in first.finalists}
+    finalists = [*first.finalists, *(one for one in second.finalists if one.name not in known)]
+    winner = next(one for one in finalists if one.name == second.winner.name)
+    return replace(first, winner=winner, finalists=finalists, prompts=second.prompts)
+
+
+def _named(candidates: Sequence[Candidate], after: int = 0) -> dict[str, Configuration]:
+    return {f"finalist {number}": one.configuration for number, one in enumerate(candidates, start=after + 1)}
+
+
+def compete(entrants: Entrants, prompts: TuningPrompts, races: Races, limit: TimeLimit, seed: int) -> Finalists:
+    """A race on the confirming prompts, who wins it, and the prices that follow from its rounds."""
+    rule = Fastest(
+        risk=thresholds.RISK,
+        prompts_per_block=entrants.prompts_per_block,
+        passes=thresholds.MAX_PASSES,
+        always=[AR],
+        defaults=[*entrants.defaults],
+    )
+    measured = races.run("finalists", entrants.all, prompts.confirming_workload.prompts, rule, limit, seed=seed)
+    documents = {name: _document(name, c, measured, prompts.confirming) for name, c in entrants.all.items()}
+    estimates = {name: estimated_speedup(documents[name], prompts.full) for name in entrants.finalists}
+    runs = {name: (c, measured.runs[name]) for name, c in entrants.all.items()}
+    found = Finalists(
+        winner=documents[winner_of(measured, estimates)],
+        finalists=[documents[name] for name in entrants.finalists],
+        defaults=[documents[name] for name in entrants.defaults],
+        best_defaults={name: entrants.defaults[name] for name in measured.remaining if name in entrants.defaults},
+        prompts=prompts.with_table(updated_table(prompts.confirming, runs, measured.runs[AR])),
+    )
+    for table in found.tables():
+        races.console.show(table)
     plain_ms = [run.decode_ms for run in measured.runs[AR]]
-    ratio = sum(plain_ms) / confirming.ar_ms[np.arange(len(plain_ms)) % len(confirming.tasks)].sum()
-    console.say(f"plain decoding took {ratio:.2f} times as long as the cost table predicts")
-    leading = leaders(all_candidates, winner.configuration, [d.configuration.key for d in documents.values()], updated)
-    if leading and winner.name in fitting:
-        again = {winner.name: winner.configuration} | {
-            f"finalist {len(finalists) + number}": one.configuration for number, one in enumerate(leading, start=1)
-        }
-        if block_s([*again.values()], confirming, thresholds.MIN_PROMPTS) <= deadline - time.monotonic():
-            console.say(
-                f"with the prices of these rounds, other configurations may be faster: {len(leading)} run beside the winner"
-            )
-            num_first = min(thresholds.MIN_PROMPTS, prompts_per_block)
-            _, more, winner, updated = compete(again, {}, updated, TimeLimit(deadline, num_first, last), seed + 1)
-            documents |= more | documents
-            winner = documents[winner.name]
-    return MeasuredFinalists(
-        winner,
-        [document for name, document in documents.items() if name not in defaults],
-        [documents[name] for name in fitting_defaults],
-        {name: defaults[name] for name in measured.remaining if name in defaults},
-        updated,
-    )
+    order = np.arange(len(plain_ms)) % len(prompts.confirming.tasks)
+    ratio = sum(plain_ms) / prompts.confirming.ar_ms[order].sum()
+    races.console.say(f"plain decoding took {ratio:.2f} times as long as the cost table predicts")
+    return found
 
 
-def leaders(
-    candidates: Sequence[Candidate], winner: Configuration, measured: Sequence[str], prompts: TuningPrompts
-) -> list[Candidate]:
-    """Up to ``MAX_LEADERS`` configurations, none with a key in ``measured``, that are predicted to be faster than the
-    winner; the fastest first.
+def leaders(candidates: Sequence[Candidate], measured: Finalists) -> list[Candidate]:
+    """Up to ``MAX_LEADERS`` configurations that are not measured and that are predicted to be faster than the winner;
+    the fastest first.
     """
+    winner, prompts = measured.winner.configuration, measured.prompts
     if not prompts.full.can_replay(winner):
         return []
     best_ms = min(candidate.ms_per_token for candidate in candidates)
@@ -211,37 +255,33 @@ def leaders(
     here = [prompts.choosing.candidate(c.configuration, result) for c, result in zip(near, results, strict=True)]
     ranked = confirmable(sorted(here, key=lambda c: c.rank))
     fastest = choose_finalists(ranked, prompts.confirming, thresholds.MAX_LEADERS)
-    new = [c for c in map(prompts.confirming.with_fallback, fastest) if c.key not in measured]
+    known = {one.configuration.key for one in (*measured.finalists, *measured.defaults)}
+    new = [c for c in map(prompts.confirming.with_fallback, fastest) if c.key not in known]
     least = thresholds.MAX_TIE * prompts.full.evaluate(winner).speedup
     return [candidate for candidate in new if prompts.full.evaluate(candidate.configuration).speedup > least]
 
 
-def _fitting(
-    finalists: Mapping[str, Configuration],
-    defaults: Mapping[str, Configuration],
-    confirming: Evaluator,
-    deadlines: Mapping[tuple[int, int, int | None], float],
-) -> tuple[int, dict[str, Configuration], dict[str, Configuration]]:
-    """The first of the rounds whose block ends before its deadline, or the last of ``ROUNDS``: prompts, finalists,
-    defaults.
-    """
-    ranked = sorted(defaults, key=lambda name: -(confirming.speedup(defaults[name]) or 0.0))
-    for round_ in (*deadlines, thresholds.ROUNDS[-1]):
-        prompts_per_block, num_finalists, num_defaults = round_
-        fitting = dict(itertools.islice(finalists.items(), num_finalists))
-        fitting_defaults = {name: c for name, c in defaults.items() if name in ranked[:num_defaults]}
-        configurations = [*fitting.values(), *fitting_defaults.values()]
-        if block_s(configurations, confirming, prompts_per_block) <= deadlines.get(round_, 0.0) - time.monotonic():
+def fitting(whole: Entrants, confirming: Evaluator, seconds: Mapping[tuple[int, int, int | None], float]) -> Entrants:
+    """The entrants by the first of some race sizes whose block ends in its time, or by the last of ``RACE_SIZES``."""
+    ranked = sorted(whole.defaults, key=lambda name: -(confirming.speedup(whole.defaults[name]) or 0.0))
+    for size in (*seconds, thresholds.RACE_SIZES[-1]):
+        prompts_per_block, num_finalists, num_defaults = size
+        entrants = Entrants(
+            dict(itertools.islice(whole.finalists.items(), num_finalists)),
+            {name: c for name, c in whole.defaults.items() if name in ranked[:num_defaults]},
+            prompts_per_block,
+        )
+        if block_s(entrants.all, confirming, prompts_per_block) <= seconds.get(size, 0.0):
             break
-    return prompts_per_block, fitting, fitting_defaults
+    return entrants
 
 
-def block_s(configurations: Sequence[Configuration], confirming: Evaluator, num_prompts: int) -> float:
+def block_s(configurations: Mapping[str, Configuration], confirming: Evaluator, num_prompts: int) -> float:
     """Predicted duration of runs of plain decoding and of these configurations, with their warm-ups, in seconds."""
     trace = next(iter(confirming.traces.values()))
     prefill_ms = confirming.table.prefill.ms(trace.prompt_length, trace.num_patches)
     prefill_s, plain_s = float(np.mean(prefill_ms)) / 1e3, float(confirming.ar_ms.mean()) / 1e3
-    decode_s = [plain_s, *(plain_s / (confirming.speedup(c) or 1.0) for c in configurations)]
+    decode_s = [plain_s, *(plain_s / (confirming.speedup(c) or 1.0) for c in configurations.values())]
     return sum(num_prompts * (prefill_s + s) + prefill_s + min(WARM_UP_S, s) for s in decode_s)
 
 
@@ -310,21 +350,3 @@ def winner_of(measured: Race, estimates: Mapping[str, float]) -> str:
 
 def _nodes_per_round(runs: Sequence[Decoded]) -> float:
     return sum(run.verified_nodes or 0 for run in runs) / max(1, sum(run.rounds for run in runs))
-
-
-def print_finalists(documents: Mapping[str, MeasuredConfiguration], console: Console) -> None:
-    """Print predicted and measured speedups of finalists and defaults, and the configurations below the table."""
-    rows = []
-    for name, measured in documents.items():
-        prediction = ["-", "-"]
-        if measured.predicted_speedup is not None and measured.interval90 is not None:
-            predicted, (low, high) = measured.predicted_speedup, measured.interval90
-            error = f"{100 * (predicted / measured.speedup - 1):+.1f} %"
-            prediction = [f"{predicted:.2f}x ({low:.2f}-{high:.2f})", error]
-        measurement = f"{measured.speedup:.2f}x ({measured.ci95[0]:.2f}-{measured.ci95[1]:.2f})"
-        num_runs = f"{measured.num_runs}" + (", eliminated" if measured.is_eliminated else "")
-        rows.append([name, prediction[0], measurement, num_runs, *(prediction[1:] if console.verbose else [])])
-    columns = ["finalist or default", "predicted (90 %)", "measured (95 %)", "runs"]
-    columns += ["prediction error"] if console.verbose else []
-    console.table("Finalists and published defaults on tuning prompts", columns, rows)
-    console.labels({name: measured.configuration.label for name, measured in documents.items()})

@@ -13,10 +13,10 @@ from autotune.console import Console
 from autotune.machine.device import free_memory, gib
 from autotune.measuring.bandwidth import copy_gb_per_second
 from autotune.modeling.target import Target
-from autotune.search.inputs import SearchInputs
-from autotune.search.plan import UNTIMED_STAGES, Plan, Rates, SearchSize, make_plan
-from autotune.search.settings import SearchSettings
+from autotune.search.plan import Plan, Rates, SearchSize, make_plan, size_of
 from autotune.search.thresholds import STAGES
+from autotune.search.tuning import UNTIMED_STAGES, Tuning
+from autotune.study.search_settings import SearchSettings
 
 LAYER_S = 1e-4  # of a layer's kernel launches
 READ_TOKENS = 16  # of a prompt, which take as long as a plain step
@@ -28,9 +28,9 @@ def forecast(settings: SearchSettings, console: Console) -> list[str]:
     Raises:
         UserError: the models, prompts or space of the settings cannot be searched.
     """
-    found = SearchInputs(settings, console, sizes_alone=True)
-    pool, size, device = found.model_pool, found.size, found.model_pool.device_name
-    num_tokens = [prompt.most_tokens(pool.processor) for prompt in found.tune.prompts]
+    tuning = Tuning.load(settings, console, sizes_alone=True)
+    pool, size, device = tuning.pool, size_of(tuning), tuning.pool.device_name
+    num_tokens = [prompt.most_tokens(pool.processor) for prompt in tuning.tune.prompts]
     num_read = fmean(num_tokens) - fmean(size.answer_tokens)
     sizes = {"target": pool.target_bytes, "drafts": pool.draft_bytes}
     shapes = [pool.target.shape, *(pool.draft(name).shape for name in pool.references)]
@@ -43,11 +43,11 @@ def forecast(settings: SearchSettings, console: Console) -> list[str]:
         f"target: {settings.target}",
         *(
             f"draft: {name}, {number} {'choice' if number == 1 else 'choices'} of it"
-            for name, number in Counter(name for name, _ in found.variants).items()
+            for name, number in Counter(name for name, _ in tuning.variants).items()
         ),
-        f"space: {found.space.name}, with the policies {', '.join(found.space.trees)}",
+        f"space: {tuning.space.name}, with the policies {', '.join(tuning.space.trees)}",
         f"tried: {size.num_variants} choices of drafts, of which {size.num_survivors} get a search of their trees",
-        f"prompts: {settings.workload}, {len(found.tune.prompts)} to tune and {len(found.evaluate.prompts)} to judge",
+        f"prompts: {settings.workload}, {len(tuning.tune.prompts)} to tune and {len(tuning.held_out.prompts)} to judge",
         f"memory on {device}: {', '.join(f'{name} {gib(number)}' for name, number in sizes.items())}",
         f"memory in all: {gib(total)} in {size.num_processes} process{'es' * (size.num_processes > 1)}; "
         f"{gib(free_memory(device))} are free",

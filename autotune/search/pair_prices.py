@@ -10,11 +10,13 @@ from autotune.console import Console
 from autotune.cost.roofline import find_limits
 from autotune.cost.table import CostTable, DraftCosts
 from autotune.documents.execution import EAGER
+from autotune.documents.search_space import subnets_of_drafts
+from autotune.documents.table import Table, times
 from autotune.errors import UserError
-from autotune.search.cost_tables import priced_variants, print_table, table_for_gpu
-from autotune.search.inputs import load_models
-from autotune.search.settings import SearchSettings
-from autotune.search.space_files import subnets_of_drafts
+from autotune.measuring.tables import priced_variants, show_table
+from autotune.runtime.model_pool import load_pool, variants_of
+from autotune.search.prices import table_for_gpu
+from autotune.study.search_settings import SearchSettings
 
 # Drafted tokens and levels of the trees in the tables: chains, and trees with levels of equal width.
 SHAPES = ((1, 1), (3, 3), (5, 5), (8, 8), (16, 4), (32, 6), (64, 8))
@@ -34,12 +36,12 @@ def price_pair(settings: SearchSettings, console: Console) -> CostTable:
         raise UserError(
             f"--random-weights: prices models on a card with a datasheet; got --gpu {settings.gpu}; name a card, such as --gpu h100"
         )
-    pool = load_models(settings, "cpu", console, mode=EAGER, sizes_alone=True)
-    variants = priced_variants(pool.subnets(subnets_of_drafts(settings.changes)))
+    pool = load_pool(settings, "cpu", console, mode=EAGER, sizes_alone=True)
+    variants = priced_variants(variants_of(pool, subnets_of_drafts(settings.changes)))
     table = table_for_gpu(card, pool, variants, settings.mode, say=console.say)
-    print_table(table, console)
+    show_table(table, console)
     for costs in table.drafts:
-        _print_rounds(table, costs, console)
+        console.show(rounds_table(table, costs))
     weights_gb = (pool.target_bytes + pool.draft_bytes) / 1e9
     if weights_gb > limits.memory_gb:
         console.say(
@@ -52,9 +54,9 @@ def price_pair(settings: SearchSettings, console: Console) -> CostTable:
     return table
 
 
-def _print_rounds(table: CostTable, costs: DraftCosts, console: Console) -> None:
-    """Print, for trees of a draft, the tokens per round (M) from which they are faster than plain decoding, and the
-    speedups at other M.
+def rounds_table(table: CostTable, costs: DraftCosts) -> Table:
+    """For trees of a draft, the tokens per round (M) from which they are faster than plain decoding, and the speedups
+    at other M.
     """
     prices = table.prices(costs.draft, max_tokens=1 + SHAPES[-1][0], max_kv_length=KV_LENGTH, subnet=costs.subnet)
     column = KV_LENGTH // prices.kv_step - 1
@@ -65,10 +67,7 @@ def _print_rounds(table: CostTable, costs: DraftCosts, console: Console) -> None
         ms = levels_ms + prices.verify_ms[1 + tokens, column] + overhead_ms
         name = f"chain, {tokens}" if tokens == levels else f"tree of {levels} levels, {tokens}"
         needed = f"{ms / plain_ms:.2f}" if ms / plain_ms <= levels + 1 else "never"
-        speedups = (f"{m * plain_ms / ms:.2f}x" if m <= levels + 1 else "-" for m in GIVEN_M)
+        speedups = (times(m * plain_ms / ms if m <= levels + 1 else None) for m in GIVEN_M)
         rows.append([name, f"{ms:.1f}", needed, *speedups])
-    console.table(
-        f"{costs.name}: rounds at KV length {KV_LENGTH}, where a plain step takes {plain_ms:.1f} ms",
-        ["drafted tokens", "ms", "M to pay", *(f"at M {m}" for m in GIVEN_M)],
-        rows,
-    )
+    title = f"{costs.name}: rounds at KV length {KV_LENGTH}, where a plain step takes {plain_ms:.1f} ms"
+    return Table(title, ["drafted tokens", "ms", "M to pay", *(f"at M {m}" for m in GIVEN_M)], rows)

@@ -5,36 +5,32 @@ reuse.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 from autotune.console import Console
 from autotune.cost.table import CostTable
-from autotune.documents.configuration import DraftVariant, variants_json
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.provenance import stamp
-from autotune.documents.subnet import Subnet
 from autotune.files import content_key, write_table
-from autotune.machine.contention_monitor import wait_until_idle
-from autotune.measuring.settings import CostSettings
+from autotune.machine.contention_monitor import ContentionMonitor, wait_until_idle
 from autotune.replay.evaluator import Evaluator
-from autotune.replay.trace import Trace
-from autotune.search.cost_tables import priced_variants, print_table, table_for_gpu
-from autotune.search.inputs import SearchInputs
-from autotune.search.plan import UNTIMED_STAGES, Plan, StageClock, make_plan, measure_rates
-from autotune.search.profile_selection import ProfileSelection
-from autotune.search.screening import print_screened, screen, survivors
-from autotune.search.settings import SearchSettings, check_settings
-from autotune.search.thresholds import ANSWERS_SHARE, CONFIRMING, MIN_TREE_SEARCH_S, STAGES
-from autotune.search.traces import degenerate_in, print_agreement
-from autotune.search.tree_search import TreeSearchResult, search_trees
+from autotune.search.finalists import Races, measure_finalists
+from autotune.search.held_out import evaluate
+from autotune.search.plan import Plan, plan_search
+from autotune.search.prices import price, save_table
+from autotune.search.profile import measured_profile, predicted_profile
+from autotune.search.screening import screen
+from autotune.search.traces import record
+from autotune.search.tree_search import TreeSearchResult, tune_trees
+from autotune.search.tuning import Tuning
 from autotune.search.tuning_prompts import TuningPrompts
 from autotune.study.document import StudyDocument, StudyDraft
 from autotune.study.frames import Study
-from autotune.study.ledger import Ledger, Record
+from autotune.study.ledger import Ledger
+from autotune.study.search_settings import SearchSettings, check_settings
 from autotune.trees.policy import compile_steps
 
 
@@ -45,215 +41,126 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
     The budget begins when the models are loaded.
     """
     settings = check_settings(settings)
+    tuning = begin(settings, console)
+    plan = plan_search(tuning)
+    study = StudyFile(tuning)
+    with study.stage("cost table") as content:
+        table = price(tuning, plan)
+        content |= described(tuning, table)
+    variants = tuning.variants
+    if len(variants) > tuning.space.survivors:
+        with study.stage("screening"):
+            variants = screen(tuning, table).survivors
+    with study.stage("traces") as content:
+        traces = record(tuning, plan, variants)
+        content |= {"tune_sha256": tuning.tune.sha256, "traces": [trace.header.file for trace in traces]}
+    prompts = TuningPrompts.of(tuning.tune, Evaluator(traces, table, jobs=settings.jobs))
+    with study.stage("tree search") as content:
+        trees = tune_trees(tuning, prompts)
+        content["optuna_study"] = trees.optuna_study
+    with study.stage("finalists and evaluation") as content:
+        profile = choose_profile(tuning, plan, prompts, trees, content)
+        content["profile"] = profile.content_hash
     assert settings.output is not None, "the check has chosen one"
-    run = _SearchRun(settings, console)
-    run.begin()
-    run.make_plan()
-    with run.stage("cost table"):
-        table = run.cost_table()
-    variants = run.variants
-    if len(variants) > run.space.survivors:
-        with run.stage("screening"):
-            variants = run.screen(table)
-    with run.stage("traces"):
-        traces = run.record(variants)
-    evaluator = Evaluator(traces, table, jobs=settings.jobs)
-    prompts = TuningPrompts.of(run.tune, evaluator)
-    with run.stage("tree search"):
-        trees = run.search_trees(prompts.choosing)
-    with run.stage("finalists and evaluation"):
-        profile = run.select_profile(prompts, trees)
-        warning = degenerate_in(traces[0], run.tune)
-        evidence = profile.evidence.model_copy(update={"degenerate": warning})
-        provenance = profile.provenance.model_copy(update={"settings_key": run.settings_key})
-        profile = profile.model_copy(update={"evidence": evidence, "provenance": provenance})
-        run.study["profile"] = profile.content_hash
-    for path in (run.folder / f"profile-{run.key}.json", settings.output):
+    for path in (tuning.folder / f"profile-{tuning.key}.json", settings.output):
         profile.save(path)
     if settings.table is not None:
-        write_table(settings.table, Study(run.folder, storage=settings.storage).trials_dataframe())
-    console.say("time: " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in run.stage_seconds.items()))
+        write_table(settings.table, Study(tuning.folder, storage=settings.storage).trials_dataframe())
+    seconds = (f"{name} {seconds:.0f} s" for name, seconds in study.stage_seconds.items())
+    console.say(f"time: {', '.join(seconds)}")
     console.say(f"decoding profile written to {settings.output}")
     return profile
 
 
-class _SearchRun(SearchInputs):
-    """The study of one search, and its stages."""
+def begin(settings: SearchSettings, console: Console) -> Tuning:
+    """Load the models, wait as the settings say, before anything is timed on this device, and begin the budget."""
+    if settings.storage is not None:
+        Ledger(settings.storage)  # fails before models are loaded
+    began, thread = time.monotonic(), ThreadPoolExecutor(1)
+    compiled = thread.submit(compile_steps)
+    thread.shutdown(wait=False)  # an error of a model is not kept waiting
+    tuning = Tuning.load(settings, console)
+    compiled.result()
+    loading_s = time.monotonic() - began
+    console.say(f"target {settings.target}, draft {', '.join(tuning.pool.references)}, workload {settings.workload}")
+    console.say(f"study in {tuning.folder}")
+    if settings.wait_until_idle_s is not None and tuning.device is not None:
+        wait_until_idle(settings.wait_until_idle_s, tuning.device, console)
+    tuning.clock.start()
+    console.say(f"models loaded in {loading_s:.0f} s; the budget of {settings.budget_s:g} s begins now")
+    return tuning
 
-    def __init__(self, settings: SearchSettings, console: Console) -> None:
+
+def choose_profile(
+    tuning: Tuning, plan: Plan, prompts: TuningPrompts, trees: TreeSearchResult, content: dict[str, Any]
+) -> DecodingProfile:
+    """Predict the profile for another device, or measure it on this one; of several workers, one measures for all.
+
+    Args:
+        content: gets the results of the finalists.
+    """
+    if tuning.device is None:
+        return predicted_profile(tuning, plan, prompts, trees)
+
+    def measure() -> DecodingProfile:
+        monitor = ContentionMonitor(str(tuning.pool.target.device))
+        races = Races.of(tuning, prompts.full.table)
+        finalists = measure_finalists(tuning, plan, prompts, trees, races)
+        evaluation = evaluate(tuning, plan, finalists, races)
+        contention = monitor.contention()
+        tuning.console.say(contention.describe("while configurations were run"))
+        updated = finalists.prompts.full.table
+        save_table(updated, tuning.folder)
+        results = {"finalists": finalists.finalists, "defaults": finalists.defaults}
+        content.update(results, cost_table=updated.content_hash)
+        return measured_profile(tuning, plan, trees, finalists, evaluation, contention)
+
+    settings = tuning.settings
+    if settings.storage is None:
+        return measure()
+    held_out = tuning.pool.answer_keys.of_workload(tuning.held_out)
+    documents = [trees.fastest[0].key, held_out, settings.budget_s, settings.seed, prompts.full.table.content_hash]
+    key = content_key(["profile", *documents])
+    record = tuning.ledger.work("profile", {key: lambda: measure().model_dump(mode="json")})[key]
+    return DecodingProfile.model_validate(record, strict=False)
+
+
+class StudyFile:
+    """Collects the fields of a study document; those of the search itself come with the cost table."""
+
+    def __init__(self, tuning: Tuning) -> None:
+        self.tuning = tuning
+        self.content: dict[str, Any] = {}
         self.stage_seconds: dict[str, float] = {}
-        if settings.storage is not None:
-            self.ledger = Ledger(settings.storage)  # fails before models are loaded
-        loading, thread = time.monotonic(), ThreadPoolExecutor(1)
-        compiled = thread.submit(compile_steps)
-        thread.shutdown(wait=False)  # an error of a model is not kept waiting
-        super().__init__(settings, console)
-        compiled.result()
-        self.loading_s = time.monotonic() - loading
-        self.settings_key = settings.key
-        settings = self.settings
-        self.key = content_key([self.settings_key, self.model_pool.key])  # of the files of this search alone
-        self.study: dict[str, Any] = {}  # of the study document, once the cost table is there
-        console.say(f"target {settings.target}, draft {', '.join(settings.drafts)}, workload {settings.workload}")
-        console.say(f"study in {self.folder}")
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Time a stage, and save the study after it."""
+    def stage(self, name: str) -> Iterator[dict[str, Any]]:
+        """Time a stage, and save the study after it. Yields the content, to which the stage adds its results."""
         started = time.monotonic()
-        yield
+        yield self.content
         self.stage_seconds[name] = time.monotonic() - started
-        path = self.folder / f"study-{self.key}.json"
+        path = self.tuning.folder / f"study-{self.tuning.key}.json"
         is_of_ended = path.exists() and '"profile": ""' not in path.read_text()
-        if "profile" in self.study or (self.study and not is_of_ended):  # which is kept until this run ends, too
-            document = StudyDocument(**self.study, records=self.ledger.used_keys, stage_seconds=self.stage_seconds)
-            document.save(path)
+        if "profile" in self.content or not is_of_ended:  # which is kept until this run ends, too
+            records = self.tuning.ledger.used_keys
+            StudyDocument(**self.content, records=records, stage_seconds=self.stage_seconds).save(path)
 
-    def begin(self) -> None:
-        """Wait as the settings say, before anything is timed on this device, and begin the budget."""
-        settings = self.settings
-        if settings.wait_until_idle_s is not None and self.device is not None:
-            wait_until_idle(settings.wait_until_idle_s, self.device, self.console)
-        self.started = time.monotonic()
-        self.clock = StageClock(self.started + settings.budget_s, STAGES if self.device else UNTIMED_STAGES)
-        self.console.say(f"models loaded in {self.loading_s:.0f} s; the budget of {settings.budget_s:g} s begins now")
 
-    def make_plan(self) -> None:
-        """Cut the workloads to what fits into the budget."""
-        settings, pool, keys_of = self.settings, self.model_pool, self.model_pool.answer_keys.of_workload
-        size = self.size
-
-        def make() -> Record:
-            rates = measure_rates(pool.plain_decoder(), self.tune)
-            spent_s = time.monotonic() - self.started
-            return make_plan(size, rates, seconds=settings.budget_s, spent_s=spent_s).model_dump(mode="json")
-
-        documents = [keys_of(self.tune), keys_of(self.evaluate), asdict(size)]
-        self.plan = Plan.model_validate(self.shared_decision("plan", documents, make), strict=False)
-        self.console.say(self.plan.describe(size))
-        self.console.detail(self.plan.rates.describe())
-        self.clock.set_share("screening", self.plan.screening_share)
-        self.clock.kept_s = self.plan.kept_s
-        limit = self.plan.max_new_tokens
-        self.evaluate = self.evaluate.cut(len(self.evaluate.prompts), limit)
-        tune, recorder = self.tune.cut(self.plan.num_tune_prompts, limit), pool.recorder(self.folder)
-        if any(prompt.earlier for prompt in tune.prompts):  # held-out turns follow their answers where they are run
-            now = time.monotonic()
-            deadline = now + ANSWERS_SHARE * (self.clock.deadline_of("traces") - now)
-            num_followed = self.shared_decision(
-                "num_followed", [*documents, keys_of(tune)], lambda: len(recorder.follow(tune, deadline).prompts)
-            )
-            tune = tune.cut(num_followed)
-        self.tune = recorder.follow(tune)
-
-    def cost_table(self) -> CostTable:
-        """The device's cost table, and the study document."""
-        settings = self.settings
-        if self.device is None:
-            priced = priced_variants(self.variants)
-            table = table_for_gpu(str(settings.gpu), self.model_pool, priced, settings.mode, say=self.console.say)
-            table.save(self.folder / f"{table.content_hash}.cost.json")
-        else:
-            # Not the deadline of the stage: the limit is part of the table's key.
-            limit_s = self.plan.table_limit_s(min(CostSettings.time_limit_s, STAGES["cost table"] * settings.budget_s))
-            table = self.table(self.tune, limit_s)
-        self.study = dict(
-            provenance=stamp(settings_key=self.settings_key),
-            command=settings.command,
-            target=self.model_pool.target_reference,
-            target_shape=self.model_pool.target.shape,
-            drafts=[
-                StudyDraft(kind=self.model_pool.kind(id), reference=known, shape=self.model_pool.draft(id).shape)
-                for id, known in self.model_pool.references.items()
-            ],
-            hardware=table.device,
-            workload=settings.workload,
-            tune_sha256=self.tune.sha256,
-            space=self.space.name,
-            cost_table=table.content_hash,
-        )
-        print_table(table, self.console)
-        return table
-
-    def screen(self, table: CostTable) -> list[DraftVariant]:
-        """The draft variants whose trees are searched."""
-        pool, tune, ledger, console = self.model_pool, self.tune, self.ledger, self.console
-        times = {"deadline": self.clock.deadline_of("screening"), "limit": self.clock.limit_of("screening")}
-        jobs = self.settings.jobs
-        screened = screen(pool, self.variants, table, tune, self.folder, ledger, console, jobs=jobs, **times)
-        documents = [variants_json(self.variants), table.content_hash, pool.answer_keys.of_workload(tune)]
-        best = survivors(screened, self.space.survivors)
-        decided = self.shared_decision("survivors", documents, lambda: variants_json(best))
-        chosen = [(draft, Subnet.model_validate(subnet, strict=False)) for draft, subnet in decided]
-        print_screened(screened, chosen, console)
-        return chosen
-
-    def shared_decision(self, what: str, documents: object, decide: Callable[[], Any]) -> Any:
-        """A decision that depends on how much was done in time. It is a record: workers that share a ledger agree on
-        it, and the same command continues with it.
-        """
-        key = content_key([what, self.model_pool.key, self.settings.budget_s, documents])
-        return self.ledger.work("decisions", {key: lambda: {what: decide()}})[key][what]
-
-    def record(self, variants: Sequence[DraftVariant]) -> list[Trace]:
-        """Traces of the variants on the tuning prompts that are recorded in time."""
-        deadline, limit = self.clock.deadline_of("traces"), self.clock.limit_of("traces")
-        longest_s = self.plan.rates.answer_s(max(prompt.settings.max_new_tokens for prompt in self.tune.prompts))
-        traces = self.traces(variants, self.tune, answer_s=longest_s, deadline=deadline, limit=limit)
-        answers = self.model_pool.answer_keys.of_workload(self.tune)
-        documents = [variants_json(variants), answers, self.bounds.model_dump()]
-        num_prompts = self.shared_decision("num_prompts", documents, lambda: traces[0].num_prompts)
-        self.tune = self.tune.cut(num_prompts)
-        if traces[0].num_prompts != num_prompts:  # another worker or run had time for more or fewer
-            traces = self.traces(variants, self.tune)
-        self.study |= {"tune_sha256": self.tune.sha256, "traces": [trace.header.file for trace in traces]}
-        print_agreement(traces, self.console)
-        return traces
-
-    def search_trees(self, evaluator: Evaluator) -> TreeSearchResult:
-        """The fastest configurations by replay of the choosing prompts."""
-        table, bounds = evaluator.table.content_hash, self.bounds.model_dump()
-        answers = self.model_pool.answer_keys.of_workload(self.tune)
-        with self.console.stage("tree search") as update:
-            result = search_trees(
-                evaluator,
-                self.space,
-                self.ledger,
-                num_trials=self.settings.num_trials,
-                documents=[self.model_pool.key, answers, CONFIRMING, table, bounds],
-                seed=self.settings.seed,
-                deadline=max(self.clock.deadline_of("tree search"), time.monotonic() + MIN_TREE_SEARCH_S),
-                report=update,
-            )
-        self.console.say(
-            f"{result.num_replayed:,} configurations replayed; plain decoding: {evaluator.ar_ms_per_token:.2f} ms/token"
-        )
-        self.study["optuna_study"] = result.optuna_study
-        return result
-
-    def select_profile(self, prompts: TuningPrompts, trees: TreeSearchResult) -> DecodingProfile:
-        """Measure finalists and the profile; on another device, predict them."""
-        settings, pool, plan = self.settings, self.model_pool, self.plan
-        selection = ProfileSelection(
-            trees, pool, prompts, self.folder, self.evaluate, settings.seed, plan.kept_prompts, self.clock, self.console
-        )
-        if self.device is None:
-            profile = selection.predicted_profile()
-        elif settings.storage is None:
-            profile = selection.measured_profile()
-        else:  # one worker measures for all of them
-            fastest = trees.fastest[0].key
-            table = prompts.full.table.content_hash
-            held_out = pool.answer_keys.of_workload(self.evaluate)
-            key = content_key(["profile", fastest, held_out, settings.budget_s, settings.seed, table])
-            units = {key: lambda: selection.measured_profile().model_dump(mode="json")}
-            profile = DecodingProfile.model_validate(self.ledger.work("profile", units)[key], strict=False)
-        if (finalists := selection.finalists) is not None:
-            updated = finalists.prompts.full.table
-            updated.save(self.folder / f"{updated.content_hash}.cost.json")
-            results = {"finalists": finalists.finalists, "defaults": finalists.defaults}
-            self.study |= {**results, "cost_table": updated.content_hash}
-        limit = plan.max_new_tokens or settings.max_new_tokens
-        workload = profile.workload.model_copy(update={"max_new_tokens": limit, "temperature": settings.temperature})
-        variables = settings.chat_template_kwargs or {}
-        return profile.model_copy(update={"workload": workload, "chat_template_kwargs": variables})
+def described(tuning: Tuning, table: CostTable) -> dict[str, Any]:
+    """The fields of a study document that say what is searched."""
+    pool = tuning.pool
+    return {
+        "provenance": stamp(settings_key=tuning.settings.key),
+        "command": tuning.settings.model_copy(update={"drafts": tuple(pool.references)}).command,
+        "target": pool.target_reference,
+        "target_shape": pool.target.shape,
+        "drafts": [
+            StudyDraft(kind=pool.drafts[id].kind, reference=known, shape=pool.draft(id).shape)
+            for id, known in pool.references.items()
+        ],
+        "hardware": table.device,
+        "workload": tuning.settings.workload,
+        "tune_sha256": tuning.tune.sha256,
+        "space": tuning.space.name,
+        "cost_table": table.content_hash,
+    }

@@ -9,38 +9,25 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import fmean
+from typing import Any
 
 from autotune.errors import UserError
 from autotune.evaluation.runtime_arms import WARM_UP_S
 from autotune.files import Document
 from autotune.machine.device import usable_threads
+from autotune.measuring.tables import priced_variants
 from autotune.modeling.host import limited_threads
+from autotune.recording.traces import recorder_of
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats
 from autotune.search import thresholds
-from autotune.search.screening import FIRST_PROMPTS, FIRST_TOKENS, NUM_PROMPTS, NUM_TOKENS
-from autotune.search.thresholds import ANSWERS_SHARE, KEPT_PROMPTS, KEPT_TOKENS, LEAST_TOKENS, STAGES
+from autotune.search.tuning import Tuning
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload
-
-UNTIMED_STAGES = ("screening", "traces", "tree search")
-"""The stages of a search for another device, whose cost table exists and where nothing is run."""
-# Decoded to measure the target's speed.
-RATE_TOKENS = 6
-RATE_RUNS = 2
-# Estimates of whole stages, in plain steps of the target. They are rough; the deadlines of the stages keep the budget.
-# Of the smallest cost table.
-TABLE_STEPS = 90
-TABLE_STEPS_OF_DRAFT = 30
-FULL_TABLE = 8  # times the smallest
-TRACE_STEPS = 1.0  # of a draft's proposals at one position of an answer
-SCREENING_STEPS = 0.18  # of a chain at one position of an answer
-FULL_FINALIST_RUNS = 13 * 32  # arms times prompts
-EVALUATED_ARMS = 4  # plain decoding, the profile, the best default and Hugging Face
 
 KeptPrompts = tuple[int, int, int, int]
 """One of ``KEPT_PROMPTS``."""
@@ -58,7 +45,7 @@ class Rates(Document):
 
     def table_s(self, num_priced: int) -> float:
         """Duration of the smallest cost table."""
-        return (TABLE_STEPS + TABLE_STEPS_OF_DRAFT * num_priced) * self.step_s
+        return (thresholds.TABLE_STEPS + thresholds.TABLE_STEPS_OF_DRAFT * num_priced) * self.step_s
 
     def describe(self) -> str:
         """Both, in milliseconds."""
@@ -80,10 +67,14 @@ def _rates_of(plain: Decoder, prompt: WorkloadPrompt) -> Rates:
     began = time.monotonic()
     inputs = prompt.inputs(plain.processor, plain.target.device)
     processing_s = time.monotonic() - began
-    plain.prepare(inputs["input_ids"].shape[1] + RATE_TOKENS)  # what is captured now is not in the times
-    generation = {**prompt.settings.generation, "max_new_tokens": RATE_TOKENS, "min_new_tokens": RATE_TOKENS}
+    plain.prepare(inputs["input_ids"].shape[1] + thresholds.RATE_TOKENS)  # what is captured now is not in the times
+    generation = {
+        **prompt.settings.generation,
+        "max_new_tokens": thresholds.RATE_TOKENS,
+        "min_new_tokens": thresholds.RATE_TOKENS,
+    }
     runs: list[DecodingStats] = []
-    for _ in range(RATE_RUNS):
+    for _ in range(thresholds.RATE_RUNS):
         for threads in sorted({1, usable_threads()}):
             with limited_threads(threads):
                 runs.append(plain.generate(**inputs, **generation).stats)
@@ -114,16 +105,23 @@ class SearchSize:
     def full_s(self, rates: Rates) -> float:
         """Estimated duration of a search that cuts nothing, in seconds."""
         num_tokens = fmean(self.answer_tokens)
-        traced_s = rates.answer_s(num_tokens) + self.num_survivors * num_tokens * TRACE_STEPS * rates.step_s
+        traced_s = rates.answer_s(num_tokens) + self.num_survivors * num_tokens * thresholds.TRACE_STEPS * rates.step_s
         counted = len(self.answer_tokens) * traced_s + self.screening_s(rates) * self.num_processes
-        num_runs = FULL_FINALIST_RUNS + EVALUATED_ARMS * self.num_evaluate_prompts
-        timed = FULL_TABLE * rates.table_s(self.num_priced) + num_runs * rates.answer_s(num_tokens)
-        return (self.is_measured * timed + counted / self.num_processes) / (1 - STAGES["tree search"])
+        num_runs = thresholds.FULL_FINALIST_RUNS + thresholds.EVALUATED_ARMS * self.num_evaluate_prompts
+        timed = thresholds.FULL_TABLE * rates.table_s(self.num_priced) + num_runs * rates.answer_s(num_tokens)
+        return (self.is_measured * timed + counted / self.num_processes) / (1 - thresholds.STAGES["tree search"])
 
     def screening_s(self, rates: Rates) -> float:
         """Estimated duration of screening all variants, in seconds; 0 where all of them are searched."""
         num_screened = self.num_variants if self.num_variants > self.num_survivors else 0
-        return num_screened * NUM_PROMPTS * NUM_TOKENS * SCREENING_STEPS * rates.step_s / self.num_processes
+        return (
+            num_screened
+            * thresholds.SCREENED_PROMPTS
+            * thresholds.SCREENED_TOKENS
+            * thresholds.SCREENING_STEPS
+            * rates.step_s
+            / self.num_processes
+        )
 
     def kept_s(self, rates: Rates, num_tokens: float, kept_prompts: KeptPrompts) -> dict[str, float]:
         """Estimated duration of the least of each stage, in seconds, with answers of ``num_tokens`` and drafts that
@@ -131,11 +129,15 @@ class SearchSize:
         """
         num_judged, num_raced, num_finalists, num_defaults = kept_prompts
         answer_s = rates.answer_s(num_tokens)
-        traced_s = answer_s + self.num_survivors * num_tokens * TRACE_STEPS * rates.step_s
+        traced_s = answer_s + self.num_survivors * num_tokens * thresholds.TRACE_STEPS * rates.step_s
         kept = {"traces": thresholds.MIN_TRACED_PROMPTS * traced_s}
         if self.num_variants > self.num_survivors:
             chains_s = (
-                2 * FIRST_PROMPTS * rates.prefill_s + FIRST_PROMPTS * FIRST_TOKENS * SCREENING_STEPS * rates.step_s
+                2 * thresholds.FIRST_CHAIN_PROMPTS * rates.prefill_s
+                + thresholds.FIRST_CHAIN_PROMPTS
+                * thresholds.FIRST_CHAIN_TOKENS
+                * thresholds.SCREENING_STEPS
+                * rates.step_s
             )
             kept["screening"] = self.num_drafts * chains_s
         if self.is_measured:
@@ -144,7 +146,7 @@ class SearchSize:
             kept["finalists"] = (1 + num_finalists + num_defaults) * (num_raced * answer_s + warm_up_s)
             # The best default and Hugging Face run fewer.
             num_runs = 2 * num_judged + thresholds.HELD_OUT_PROMPTS + thresholds.MIN_PROMPTS
-            kept["evaluation"] = num_runs * answer_s + EVALUATED_ARMS * warm_up_s
+            kept["evaluation"] = num_runs * answer_s + thresholds.EVALUATED_ARMS * warm_up_s
         return kept
 
 
@@ -171,7 +173,7 @@ class Plan(Document):
         table.
         """
         free_s = self.seconds - sum(self.kept_s.values())
-        while limit_s > 2 * (self.kept_s.get("cost table", 0.0) + STAGES["cost table"] * max(free_s, 0.0)):
+        while limit_s > 2 * (self.kept_s.get("cost table", 0.0) + thresholds.STAGES["cost table"] * max(free_s, 0.0)):
             limit_s /= 2
         return limit_s
 
@@ -192,7 +194,7 @@ class Plan(Document):
     @property
     def decides(self) -> bool:
         """Whether time is kept for as many prompts as an answer needs that is no guess."""
-        return self.kept_prompts[:2] == KEPT_PROMPTS[0][:2]
+        return self.kept_prompts[:2] == thresholds.KEPT_PROMPTS[0][:2]
 
     def _verdict(self, size: SearchSize) -> str:
         """How many prompts decide and, of too few, which budget or length of answers has time for enough."""
@@ -200,16 +202,57 @@ class Plan(Document):
         text = f"{self.kept_prompts[1]} prompts decide between finalists, and {num_judging} held-out ones judge"
         if self.decides:
             few = ": the result will be a guess; give more prompts in --workload"
-            return text + (few if num_judging < KEPT_PROMPTS[0][0] else "")
+            return text + (few if num_judging < thresholds.KEPT_PROMPTS[0][0] else "")
         plan = partial(make_plan, rates=self.rates, spent_s=self.full_s - size.full_s(self.rates))
         minutes = next(n for n in itertools.count(int(self.seconds) // 60 + 1) if plan(size, seconds=60 * n).decides)
         shorter = (
             (limit, replace(size, answer_tokens=[min(limit, longest) for longest in size.answer_tokens]))
-            for limit in range(max(size.answer_tokens) // 8 * 8, LEAST_TOKENS - 1, -8)
+            for limit in range(max(size.answer_tokens) // 8 * 8, thresholds.LEAST_TOKENS - 1, -8)
         )
         lengths = (f" or --max-new-tokens {n}" for n, one in shorter if plan(one, seconds=self.seconds).decides)
-        enough = "{1} decide and {0} judge".format(*KEPT_PROMPTS[0])
+        enough = "{1} decide and {0} judge".format(*thresholds.KEPT_PROMPTS[0])
         return f"{text}: the result will be a guess; {enough} with --budget {minutes}m{next(lengths, '')}"
+
+
+def size_of(tuning: Tuning) -> SearchSize:
+    """The size of a search, if it cuts nothing."""
+    num_drafts = len(tuning.pool.references)
+    return SearchSize(
+        num_priced=len(priced_variants(tuning.variants)),
+        num_variants=len(tuning.variants),
+        num_drafts=num_drafts,
+        num_survivors=min(len(tuning.variants), max(tuning.space.survivors, num_drafts)),
+        answer_tokens=[prompt.settings.max_new_tokens for prompt in tuning.tune.prompts],
+        num_evaluate_prompts=len(tuning.held_out.prompts),
+        num_processes=tuning.num_processes,
+        is_measured=tuning.device is not None,
+    )
+
+
+def plan_search(tuning: Tuning) -> Plan:
+    """The plan of a search by the target's measured speed, to which its clock and its prompts are cut."""
+    size, recorder = size_of(tuning), recorder_of(tuning.pool, tuning.folder)
+    keys_of, budget_s = tuning.pool.answer_keys.of_workload, tuning.settings.budget_s
+    documents = [keys_of(tuning.tune), keys_of(tuning.held_out), asdict(size)]
+
+    def decide() -> dict[str, Any]:
+        rates = measure_rates(tuning.pool.plain_decoder(), tuning.tune)
+        return make_plan(size, rates, seconds=budget_s, spent_s=tuning.clock.spent_s).model_dump(mode="json")
+
+    plan = Plan.model_validate(tuning.decided("plan", documents, decide), strict=False)
+    tuning.console.say(plan.describe(size))
+    tuning.console.detail(plan.rates.describe())
+    tuning.clock.set_share("screening", plan.screening_share)
+    tuning.clock.kept_s = plan.kept_s
+    tuning.held_out = tuning.held_out.cut(len(tuning.held_out.prompts), plan.max_new_tokens)
+    tune = tuning.tune.cut(plan.num_tune_prompts, plan.max_new_tokens)
+    if any(prompt.earlier for prompt in tune.prompts):  # held-out turns follow their answers where they are run
+        now = time.monotonic()
+        deadline = now + thresholds.ANSWERS_SHARE * (tuning.clock.deadline_of("traces") - now)
+        followed = [*documents, keys_of(tune)]
+        tune = tune.cut(tuning.decided("num_followed", followed, lambda: len(recorder.follow(tune, deadline).prompts)))
+    tuning.tune = recorder.follow(tune)
+    return plan
 
 
 def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float = 0.0) -> Plan:
@@ -223,26 +266,32 @@ def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float 
         UserError: not even the smallest sound search fits; the message has its duration.
     """
     left_s = seconds - spent_s
-    least = replace(size, num_survivors=1).kept_s(rates, LEAST_TOKENS, KEPT_PROMPTS[-1])
-    if (least_s := sum(least.values()) / (1 - STAGES["tree search"])) > left_s:
+    least = replace(size, num_survivors=1).kept_s(rates, thresholds.LEAST_TOKENS, thresholds.KEPT_PROMPTS[-1])
+    if (least_s := sum(least.values()) / (1 - thresholds.STAGES["tree search"])) > left_s:
         raise UserError(
             f"--budget {seconds:.0f}s: on this machine ({rates.describe()}) a sound profile takes about "
             f"{spent_s + least_s:.0f} s; give --budget {1.1 * (spent_s + least_s):.0f}s or more"
         )
     num_prompts, longest = len(size.answer_tokens), max(size.answer_tokens)
     limits = [longest]
-    while limits[-1] // 2 >= LEAST_TOKENS:
-        limits.append(max(limits[-1] // 2, KEPT_TOKENS) if limits[-1] > KEPT_TOKENS else limits[-1] // 2)
-    trees_s = min(thresholds.MIN_TREE_SEARCH_S, STAGES["tree search"] * left_s)
-    whole = [limit for limit in limits if limit >= min(KEPT_TOKENS, longest)]
-    least_arms = min(KEPT_PROMPTS[-1][2:]) if size.num_variants > size.num_survivors else 1
-    counted = [kept for kept in KEPT_PROMPTS if min(kept[2:]) >= least_arms]
+    while limits[-1] // 2 >= thresholds.LEAST_TOKENS:
+        limits.append(
+            max(limits[-1] // 2, thresholds.KEPT_TOKENS) if limits[-1] > thresholds.KEPT_TOKENS else limits[-1] // 2
+        )
+    trees_s = min(thresholds.MIN_TREE_SEARCH_S, thresholds.STAGES["tree search"] * left_s)
+    whole = [limit for limit in limits if limit >= min(thresholds.KEPT_TOKENS, longest)]
+    least_arms = min(thresholds.KEPT_PROMPTS[-1][2:]) if size.num_variants > size.num_survivors else 1
+    counted = [kept for kept in thresholds.KEPT_PROMPTS if min(kept[2:]) >= least_arms]
     choices = [*itertools.product(counted, whole), *((counted[-1], limit) for limit in limits[len(whole) :])]
     for kept_prompts, limit in choices:
         num_tokens = fmean(min(limit, num_tokens) for num_tokens in size.answer_tokens)
         kept_s = size.kept_s(rates, num_tokens, kept_prompts) | {"tree search": trees_s}
         free_s = left_s - sum(kept_s.values())
-        answers_s = ANSWERS_SHARE * size.num_processes * (kept_s["traces"] + STAGES["traces"] * max(0.0, free_s))
+        answers_s = (
+            thresholds.ANSWERS_SHARE
+            * size.num_processes
+            * (kept_s["traces"] + thresholds.STAGES["traces"] * max(0.0, free_s))
+        )
         is_answered = min(num_prompts, thresholds.MIN_TUNE_PROMPTS) * rates.answer_s(num_tokens) <= answers_s
         if is_answered and free_s >= (1 - thresholds.KEPT_SHARE) * left_s:
             break
@@ -257,44 +306,5 @@ def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float 
         full_s=spent_s + size.full_s(rates),
         kept_s=kept_s,
         kept_prompts=kept_prompts,
-        screening_share=min(thresholds.MAX_SCREENING_SHARE, max(STAGES["screening"], screening_share)),
+        screening_share=min(thresholds.MAX_SCREENING_SHARE, max(thresholds.STAGES["screening"], screening_share)),
     )
-
-
-class StageClock:
-    """Deadlines of the stages of a search in their order, of ``time.monotonic`` as is the ``deadline`` of the search.
-
-    Attributes:
-        kept_s: seconds that earlier stages leave to a stage.
-    """
-
-    def __init__(self, deadline: float, stages: Iterable[str] = STAGES) -> None:
-        self.deadline = deadline
-        self.weights = {stage: STAGES[stage] for stage in stages}
-        self.kept_s: Mapping[str, float] = {}
-
-    def set_share(self, stage: str, share: float) -> None:
-        """Give a stage another share of the budget, at the cost of all others equally."""
-        others = sum(weight for name, weight in self.weights.items() if name != stage)
-        self.weights[stage] = others * share / (1 - share)
-
-    def deadline_of(self, stage: str) -> float:
-        """The end of a stage that begins now: the time kept for it, and its share of the time that is left for it and
-        the later stages and not kept.
-        """
-        kept = self._kept_from(stage)
-        now, weights = time.monotonic(), [self.weights[name] for name in kept]
-        free_s = max(0.0, self.deadline - now - sum(kept.values()))
-        return now + kept[stage] + free_s * weights[0] / sum(weights)
-
-    def limit_of(self, stage: str) -> float:
-        """The end of the time that is not kept for later stages: the least of a stage may go on until then."""
-        kept = self._kept_from(stage)
-        return self.deadline - (sum(kept.values()) - kept[stage])
-
-    def _kept_from(self, stage: str) -> dict[str, float]:
-        """The time kept for this stage and every later one, less where not so much is left."""
-        stages = list(self.weights)
-        kept = {name: self.kept_s.get(name, 0.0) for name in stages[stages.index(stage) :]}
-        share = min(1.0, max(0.0, self.deadline - time.monotonic()) / max(sum(kept.values()), 1e-9))
-        return {name: share * seconds for name, seconds in kept.items()}

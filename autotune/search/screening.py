@@ -13,115 +13,151 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, DraftVariant, variants_json
 from autotune.documents.subnet import Subnet
+from autotune.documents.table import Table, times
 from autotune.files import content_key
 from autotune.recording.chain_recorder import chain_traces
+from autotune.recording.traces import record_trace, recorder_of
 from autotune.replay.evaluator import Evaluator
 from autotune.replay.trace import ForestBounds, bounds_for
-from autotune.search.model_pool import ModelPool
-from autotune.search.thresholds import LEAST_SHARE
+from autotune.runtime.model_pool import ModelPool
+from autotune.search.thresholds import (
+    FIRST_CHAIN_PROMPTS,
+    FIRST_CHAIN_TOKENS,
+    LEAST_SHARE,
+    MAX_SCREENED_TOGETHER,
+    SCREENED_AT_ONCE,
+    SCREENED_DEPTH,
+    SCREENED_PROMPTS,
+    SCREENED_TOKENS,
+)
+from autotune.search.tuning import Tuning
 from autotune.study.ledger import Ledger, Record, Report
 from autotune.study.records import ScreenedSubnet, record_of, screened_in
 from autotune.trees.chain import ChainPolicy
 from autotune.workloads.workload import Workload
 
-DEPTHS = range(1, 9)  # of the chains
-NUM_PROMPTS = 8
-NUM_TOKENS = 64  # of each answer, the same for all subnets
-BOUNDS = bounds_for([ChainPolicy(depth=DEPTHS[-1])]).model_copy(update={"answer_tokens": NUM_TOKENS})
-FIRST_PROMPTS, FIRST_TOKENS = 2, 16  # of the cheap chain of each draft
-FIRST_BOUNDS = BOUNDS.model_copy(update={"answer_tokens": FIRST_TOKENS})
-MAX_TOGETHER = 8  # subnets in a unit of work
-ROUND_SIZE = 4  # units of each process between two rankings
+BOUNDS = bounds_for([ChainPolicy(depth=SCREENED_DEPTH)]).model_copy(update={"answer_tokens": SCREENED_TOKENS})
+FIRST_BOUNDS = BOUNDS.model_copy(update={"answer_tokens": FIRST_CHAIN_TOKENS})
 
 Group = Sequence[DraftVariant]
-Units = tuple[dict[str, Group], Callable[[Group], Record]]
 
 
-def screen(
-    model_pool: ModelPool,
-    variants: Sequence[DraftVariant],
-    table: CostTable,
-    workload: Workload,
-    folder: Path,
-    ledger: Ledger,
-    console: Console,
-    *,
-    jobs: int | None = None,
-    deadline: float = math.inf,
-    limit: float = math.inf,
-) -> list[ScreenedSubnet]:
-    """Predict the speed of every variant with its best chain; returns the fastest first.
+@dataclass(frozen=True)
+class Screened:
+    """The result of a screening."""
 
-    Every variant is a record of the ledger. Where that takes long, ``jobs`` processes share the work (None: one per
-    core). No variant is begun that would end after ``deadline``, of ``time.monotonic``; a cheap chain and the whole
-    subnet of every draft may end until ``limit``. Drafts for which there was no time are named. The target's answers
-    are kept in ``folder``.
+    subnets: list[ScreenedSubnet]
+    """The fastest first."""
+    survivors: list[DraftVariant]
+    """The variants whose trees are searched."""
+
+    def tables(self) -> list[Table]:
+        """The survivors, with the range of all speedups."""
+        found = [subnet for subnet in self.subnets if subnet.variant in self.survivors]
+        rows = [[f"{n}", f"{s.depth}", f"{s.tokens_per_round:.2f}", times(s.speedup)] for n, s in enumerate(found, 1)]
+        slowest, fastest = times(self.subnets[-1].speedup), times(self.subnets[0].speedup)
+        title = f"{len(self.subnets)} subnets screened ({slowest} to {fastest}), {len(self.survivors)} survivors"
+        labels = {f"{n}": f"{s.draft} {s.subnet.label}".strip() for n, s in enumerate(found, 1)}
+        return [Table(title, ["survivor", "best chain's depth", "M", "predicted"], rows, labels=labels)]
+
+
+def screen(tuning: Tuning, table: CostTable) -> Screened:
+    """Predict the speed of every variant with its best chain, and choose those whose trees are searched.
+
+    Every variant is a record of the ledger. Where that takes long, processes share the work. Drafts for which there was
+    no time are named.
     """
-    num_processes = 1 + model_pool.worker_limits(jobs)[0]
-    given = (variants, table, workload, folder)
-    times = (deadline, limit, num_processes)
+    clock, console, variants, jobs = tuning.clock, tuning.console, tuning.variants, tuning.settings.jobs
+    deadline = clock.deadline_of("screening")
+    given = variants, table, tuning.tune, tuning.folder, tuning.ledger
+    times = deadline, clock.limit_of("screening"), tuning.num_processes
     with (
-        console.stage("screening", len(_recorded_together(model_pool, variants))) as update,
-        model_pool.worker_pool(jobs, screen_units, ledger, given, times, deadline=deadline) as workers,
+        console.stage("screening", len(_recorded_together(tuning.pool, variants))) as update,
+        tuning.pool.worker_pool(jobs, screen_units, *given, *times, deadline=deadline) as workers,
     ):
-        screened = screen_units(model_pool, 0, ledger, given, times, workers.reporting(update))
+        screened = screen_units(tuning.pool, 0, *given, *times, workers.reporting(update))
     if len(screened) < len(variants):
         console.say(f"{len(screened)} of {len(variants)} subnets were screened in their share of the budget")
     if missing := {draft: None for draft, _ in variants if all(draft != subnet.draft for subnet in screened)}:
         console.say(
             f"not compared: {', '.join(missing)}; there was no time for them: give a longer --budget, or fewer --draft"
         )
-    return screened
+    documents = [variants_json(variants), table.content_hash, tuning.tune_key]
+    best = survivors(screened, tuning.space.survivors)
+    decided = tuning.decided("survivors", documents, lambda: variants_json(best))
+    result = Screened(screened, [(draft, Subnet.model_validate(subnet, strict=False)) for draft, subnet in decided])
+    for shown in result.tables():
+        console.show(shown)
+    return result
 
 
 def screen_units(
-    model_pool: ModelPool,
+    pool: ModelPool,
     rank: int,
+    variants: Sequence[DraftVariant],
+    table: CostTable,
+    workload: Workload,
+    folder: Path,
     ledger: Ledger,
-    given: Any,
-    times: tuple[float, float, int],
+    deadline: float = math.inf,
+    limit: float = math.inf,
+    num_processes: int = 1,
     report: Report = lambda done, of: None,
 ) -> list[ScreenedSubnet]:
     """Make the records that no other process makes, the promising ones first; returns what is known, the
     fastest first.
+
+    Args:
+        folder: keeps the target's answers.
+        deadline: of ``time.monotonic``: no variant is begun that would end later.
+        limit: the same for a cheap chain and the whole subnet of every draft.
     """
-    deadline, limit, num_processes = times
-    variants, table, workload, folder = given
     records: dict[str, Record] = {}
     of_drafts = [next(variant for variant in variants if variant[0] == draft) for draft in dict(variants)]
-    first, screen_first = _screening_units(model_pool, of_drafts, table, workload, folder, FIRST_PROMPTS, FIRST_BOUNDS)
-    for number, (key, group) in enumerate(first.items()):
+    first = Units(pool, of_drafts, table, workload.cut(FIRST_CHAIN_PROMPTS), folder, FIRST_BOUNDS)
+    for number, key in enumerate(first.groups):
         until = limit if number else math.inf
-        records |= ledger.work("first chains", {key: partial(screen_first, group)}, deadline=until)
-    waiting, screen_together = _screening_units(model_pool, *given)
-    num_units = len(waiting)
+        records |= ledger.work("first chains", first.some([key]), deadline=until)
+    units = Units(pool, variants, table, workload.cut(SCREENED_PROMPTS), folder, BOUNDS)
+    waiting = dict(units.groups)
+
+    def report_all(done: int, of: int) -> None:
+        report(len(units.groups) - len(waiting) + done, len(units.groups))
+
+    for keys, is_least in _in_order(waiting, records, SCREENED_AT_ONCE * num_processes):
+        chosen = units.some(keys)
+        found = ledger.work("subnets", chosen, deadline=limit if is_least else deadline, report=report_all)
+        records |= found
+        if len(found) < len(chosen):
+            break
+        for key in keys:
+            del waiting[key]
+    records |= ledger.work("subnets", units.some(waiting), deadline=-math.inf)  # an earlier run had time for them
+    return _ranked(records)
+
+
+def _in_order(
+    waiting: Mapping[str, Group], records: Mapping[str, Record], at_once: int
+) -> Iterator[tuple[list[str], bool]]:
+    """Keys of the groups that are screened next, and whether they are the least: the whole subnets, a few shares of
+    visual tokens, then the neighbours of the best subnets. ``waiting`` and ``records`` change in between.
+    """
     whole: dict[str, str] = {}
     for key, group in waiting.items():
         whole.setdefault(group[0][0], key)
-    phases = [(list(whole.values()), limit), (_coarse(waiting, whole), deadline)]
-
-    def screen_groups(chosen: Sequence[str], deadline: float) -> bool:
-        """Whether there was time for all of them."""
-        done = num_units - len(waiting)
-        units = {key: partial(screen_together, waiting.pop(key)) for key in chosen}
-        found = ledger.work("subnets", units, report=lambda more, _: report(done + more, num_units), deadline=deadline)
-        records.update(found)
-        return len(found) == len(units)
-
-    in_time = [screen_groups(chosen, until) for chosen, until in phases]
-    while waiting and all(in_time):
-        in_time = [screen_groups(_nearest(waiting, _ranked(records), ROUND_SIZE * num_processes), deadline)]
-    screen_groups(list(waiting), -math.inf)  # what an earlier run had time for
-    return _ranked(records)
+    coarse = _coarse(waiting, whole)
+    yield list(whole.values()), True
+    yield coarse, False
+    while waiting:
+        yield _nearest(waiting, _ranked(records), at_once), False
 
 
 def _coarse(waiting: Mapping[str, Group], whole: Mapping[str, str]) -> list[str]:
@@ -166,60 +202,71 @@ def _distance(subnet: Subnet, best: Subnet) -> float:
     return 10.0 * changed + abs(math.log(subnet.visual_keep / best.visual_keep))
 
 
-def _screening_units(
-    model_pool: ModelPool,
-    variants: Sequence[DraftVariant],
-    table: CostTable,
-    workload: Workload,
-    folder: Path,
-    num_prompts: int = NUM_PROMPTS,
-    bounds: ForestBounds = BOUNDS,
-) -> Units:
-    """Groups of variants that are recorded together, by a key that contains everything that their record depends on,
-    and the function that finds the best chain of each variant of a group.
-    """
-    prompts = workload.cut(num_prompts)
-    recorder = model_pool.recorder(folder)
-    read = [model_pool.draft(d).aux_layers if s.injection_layer is None else [s.injection_layer] for d, s in variants]
-    recorder.layers = tuple(sorted(set(itertools.chain.from_iterable(read))))
-    recorder.answers(prompts)
+class Units:
+    """Groups of variants that are recorded together, each a unit of work.
 
-    def screen_together(group: Group) -> Record:
+    Attributes:
+        groups: by a key that contains everything that their record depends on.
+    """
+
+    def __init__(
+        self,
+        pool: ModelPool,
+        variants: Sequence[DraftVariant],
+        table: CostTable,
+        prompts: Workload,
+        folder: Path,
+        bounds: ForestBounds,
+    ) -> None:
+        self.pool, self.table, self.prompts, self.bounds = pool, table, prompts, bounds
+        self.recorder = recorder_of(pool, folder)
+        read = [pool.draft(d).aux_layers if s.injection_layer is None else [s.injection_layer] for d, s in variants]
+        self.recorder.layers = tuple(sorted(set(itertools.chain.from_iterable(read))))
+        self.recorder.answers(self.prompts)
+        answers = pool.answer_keys.of_workload(self.prompts)
+        common = [pool.key, "best chains", table.content_hash, answers, bounds.model_dump()]
+        groups = _recorded_together(pool, variants)
+        self.groups = {content_key([common, variants_json(group)]): group for group in groups}
+
+    def some(self, keys: Iterable[str]) -> dict[str, Callable[[], Record]]:
+        """The units with these keys."""
+        return {key: partial(self.screen, self.groups[key]) for key in keys}
+
+    def screen(self, group: Group) -> Record:
+        """The best chain of each variant of a group."""
         draft, subnets = group[0][0], [subnet for _, subnet in group]
         if len(group) == 1:
-            traces = [model_pool.trace(recorder, group[0], prompts, bounds)]
+            traces = [record_trace(self.recorder, self.pool, group[0], self.prompts, self.bounds)]
         else:
-            supernet = model_pool.draft(draft, Subnet(vocabulary=subnets[0].vocabulary, weights=subnets[0].weights))
-            reference = model_pool.references[draft]
-            traces = chain_traces(recorder, supernet, reference, prompts, subnets, bounds)
-        evaluator = Evaluator(traces, table, jobs=1)
+            supernet = self.pool.draft(draft, Subnet(vocabulary=subnets[0].vocabulary, weights=subnets[0].weights))
+            reference = self.pool.references[draft]
+            traces = chain_traces(self.recorder, supernet, reference, self.prompts, subnets, self.bounds)
+        evaluator = Evaluator(traces, self.table, jobs=1)
         return record_of([_best_chain(evaluator, draft, subnet) for subnet in subnets])
 
-    answers = model_pool.answer_keys.of_workload(prompts)
-    common = [model_pool.key, "best chains", table.content_hash, answers, bounds.model_dump()]
-    groups = _recorded_together(model_pool, variants)
-    return {content_key([common, variants_json(group)]): group for group in groups}, screen_together
 
-
-def _recorded_together(model_pool: ModelPool, variants: Sequence[DraftVariant]) -> list[Group]:
-    """The variants in groups: up to ``MAX_TOGETHER`` subnets of a supernet that differ in heads only, those with one
-    share in all blocks first, and single ones.
+def _recorded_together(pool: ModelPool, variants: Sequence[DraftVariant]) -> list[Group]:
+    """The variants in groups: up to ``MAX_SCREENED_TOGETHER`` subnets of a supernet that differ in heads only,
+    those with one share in all blocks first, and single ones.
     """
     groups: dict[object, list[DraftVariant]] = {}
     for draft, subnet in variants:
-        is_supernet = model_pool.supernet_layers(draft) != ()
+        is_supernet = pool.drafts[draft].dimensions.injection_layers != ()
         key = subnet.model_copy(update={"heads": None}) if is_supernet else subnet
         groups.setdefault((draft, key), []).append((draft, subnet))
     return [
         part
         for group in groups.values()
         for ordered in [sorted(group, key=lambda variant: len(set(variant[1].head_shares)))]
-        for part in (ordered[first : first + MAX_TOGETHER] for first in range(0, len(ordered), MAX_TOGETHER))
+        for part in (
+            ordered[first : first + MAX_SCREENED_TOGETHER] for first in range(0, len(ordered), MAX_SCREENED_TOGETHER)
+        )
     ]
 
 
 def _best_chain(evaluator: Evaluator, draft: str, subnet: Subnet) -> ScreenedSubnet:
-    chains = [Configuration(tree={"policy": "chain", "depth": d}, draft=draft, subnet=subnet) for d in DEPTHS]
+    depths = range(1, SCREENED_DEPTH + 1)
+    chains = [Configuration(tree={"policy": "chain", "depth": d}, draft=draft, subnet=subnet) for d in depths]
     best = min((evaluator.evaluate(chain) for chain in chains), key=lambda candidate: candidate.ms_per_token)
     speed = best.model_dump(include={"tokens_per_round", "ms_per_token", "speedup"})
     return ScreenedSubnet(draft=draft, subnet=subnet, depth=best.configuration.tree["depth"], **speed)
@@ -246,16 +293,3 @@ def survivors(screened: Sequence[ScreenedSubnet], count: int) -> list[DraftVaria
     num_drafts = len(chosen)
     chosen += [subnet for subnet in screened if subnet not in chosen]
     return [subnet.variant for subnet in chosen[: max(count, num_drafts)]]
-
-
-def print_screened(screened: Sequence[ScreenedSubnet], chosen: Sequence[DraftVariant], console: Console) -> None:
-    """Print the survivors, and the range of all speedups."""
-    found = [subnet for subnet in screened if subnet.variant in chosen]
-    rows = [[f"{n}", f"{s.depth}", f"{s.tokens_per_round:.2f}", f"{s.speedup:.2f}x"] for n, s in enumerate(found, 1)]
-    speedups = [subnet.speedup for subnet in screened]
-    console.table(
-        f"{len(screened)} subnets screened ({min(speedups):.2f}x to {max(speedups):.2f}x), {len(chosen)} survivors",
-        ["survivor", "best chain's depth", "M", "predicted"],
-        rows,
-    )
-    console.labels({f"{n}": f"{subnet.draft} {subnet.subnet.label}".strip() for n, subnet in enumerate(found, 1)})

@@ -19,12 +19,33 @@ LEAST_TOKENS = 16  # answers are not shortened below this number of tokens
 # held-out prompts, finalists' prompts, finalists and published defaults whose time is kept: the first that fit;
 # where subnets are screened, of those with as many finalists and defaults as the last
 KEPT_PROMPTS = ((16, 8, 2, 2), (16, 8, 2, 1), (16, 8, 1, 1), (8, 4, 2, 2))
+RATE_TOKENS = 6  # tokens that are decoded to measure the target's speed
+RATE_RUNS = 2  # times that they are decoded
+TABLE_STEPS = 90  # plain steps that the smallest cost table takes for the target
+TABLE_STEPS_OF_DRAFT = 30  # the same for each draft
+FULL_TABLE = 8  # times the smallest cost table, the table that nothing cuts
+TRACE_STEPS = 1.0  # plain steps that a draft's proposals at one position of an answer take
+SCREENING_STEPS = 0.18  # the same for a chain in screening
+FULL_FINALIST_RUNS = 416  # runs in the race of finalists that nothing cuts: 13 arms on 32 prompts
+EVALUATED_ARMS = 4  # plain decoding, the profile, the best default and Hugging Face
 KEPT_TOKENS = 100  # tokens below which answers are shortened only where no `KEPT_PROMPTS` fit otherwise
 KEPT_SHARE = 0.9  # largest share of the budget that is kept for the least of all stages
 MIN_TRACED_PROMPTS = 6  # prompts that are recorded past the deadline too, as long as later stages keep their least
 MIN_TREE_SEARCH_S = 12.0  # seconds of tree search, even past the deadline
-MAX_PRICED = 8  # choices of heads of a draft that are all timed; of more, those with one share in all blocks are
+SCREENED_PROMPTS = 8  # prompts on which subnets are screened
+SCREENED_TOKENS = 64  # tokens of each of their answers, the same for all subnets
+SCREENED_DEPTH = 8  # of the longest chain with which a subnet is screened
+FIRST_CHAIN_PROMPTS = 2  # prompts of the cheap chain of each draft, which comes first
+FIRST_CHAIN_TOKENS = 16  # tokens of each answer of the cheap chain
+MAX_SCREENED_TOGETHER = 8  # subnets in a unit of work
+SCREENED_AT_ONCE = 4  # units of each process between two rankings
 LEAST_SHARE = 0.75  # share of the fastest chain's speedup below which a draft does not survive screening
+NUM_SWEPT = 2048  # trees of each policy and subnet that are swept; a power of two, for Sobol's sequence
+SWEEP_SIZE = 256  # trees in a unit of work
+NUM_UNIT_TRIALS = 50  # the same of trials of TPE
+FIRST_REPLAYED = 3  # one of this number of prompts of each task, two at least, replays all trees of a sweep
+NUM_PROMOTED = 64  # trees of a sweep, the fastest on these prompts, that are replayed over all prompts
+NUM_KEPT = 24  # fastest trees in the record of a unit; TPE starts from so many of all sweeps
 CONFIRMING = 3  # one of this number of tuning prompts of each task confirms; the others choose
 MIN_CONFIRMING = 12  # with fewer confirming prompts, one of two confirms
 MIN_SPLIT = 12  # with fewer tuning prompts, all of them both choose and confirm
@@ -35,7 +56,7 @@ CONFIDENCE = 0.9  # of intervals of predictions; what is slower than the first i
 DECODING_ERROR = 0.08  # relative standard deviation of measured speedups around predictions by exact costs
 # prompts between two looks, finalists and published defaults (None: all) of the race: the first that fits, or those
 # of `KEPT_PROMPTS`
-ROUNDS: tuple[tuple[int, int, int | None], ...] = ((8, 6, None), (8, 4, None), (8, 4, 2), (8, 2, 2), (4, 2, 2))
+RACE_SIZES: tuple[tuple[int, int, int | None], ...] = ((8, 6, None), (8, 4, None), (8, 4, 2), (8, 2, 2), (4, 2, 2))
 RISK = 0.05  # probability that a race of equally fast arms drops any of them, spent over its looks
 MIN_PROMPTS = 4  # prompts of a race that may end past its deadline
 MAX_PASSES = 4  # passes over the confirming prompts in the race of finalists

@@ -1,166 +1,42 @@
-"""Traces of every draft variant that a search continues with, recorded by one process per core."""
+"""The stage that records traces: of every draft variant that the search continues with."""
 
 from __future__ import annotations
 
-import math
-import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
 
-from autotune.console import Console
-from autotune.documents.configuration import DraftVariant
-from autotune.recording.answers import ANSWERS_AT_ONCE
-from autotune.recording.recorder import Report
-from autotune.replay.degenerate_answers import degenerate_answers
-from autotune.replay.trace import ForestBounds, Trace, save_trace
-from autotune.search.model_pool import ModelPool
-from autotune.search.thresholds import ANSWERS_SHARE, MIN_TRACED_PROMPTS
-from autotune.workloads.workload import Workload
-
-PROMPTS_AT_ONCE = 2  # between two looks at the clock
-BATCHED_SHARE = 0.4  # of the time of an answer, where it is one of many in a batch
-BATCH_SHARE = 0.25  # largest share of the stage's time for one batch
+from autotune.documents.configuration import DraftVariant, variants_json
+from autotune.recording.traces import agreement_table, record_traces
+from autotune.replay.trace import Trace
+from autotune.search import thresholds
+from autotune.search.plan import Plan
+from autotune.search.tuning import Tuning
 
 
-def record_traces(
-    model_pool: ModelPool,
-    variants: Sequence[DraftVariant],
-    workload: Workload,
-    folder: Path,
-    console: Console,
-    *,
-    jobs: int | None = None,
-    answer_s: float = 0.0,
-    deadline: float = math.inf,
-    **options: Any,
-) -> list[Trace]:
-    """Record the target's answers, then a trace of every variant, and save them under ``folder``.
-
-    Where that takes long, ``jobs`` processes share the work (None: one per core). The traces are of the first prompts
-    of the workload, the same for all variants: those whose records end before ``deadline``, of ``time.monotonic``, and
-    ``MIN_TRACED_PROMPTS`` that end before ``limit``. Fewer answers are decoded together where one takes so long,
-    ``answer_s``, that a batch may pass the deadline. Other ``options`` are those of ``Recording``.
-    """
-    at_once = ANSWERS_AT_ONCE if model_pool.target.text.is_exact else PROMPTS_AT_ONCE  # the latter are not batched
-    left_s = deadline - time.monotonic()
-    while at_once > PROMPTS_AT_ONCE and at_once * BATCHED_SHARE * answer_s > BATCH_SHARE * left_s:
-        at_once //= 2
-    shared = {"num_processes": 1 + model_pool.worker_limits(jobs)[0], "answers_at_once": at_once, "deadline": deadline}
-    work = {"variants": variants, "workload": workload, "folder": folder, **shared, **options}
-    recording = Recording(model_pool, **work)
-    with model_pool.worker_pool(jobs, record_in_worker, work, deadline=deadline) as workers:
-        with console.stage("target's answers", len(workload.prompts)) as update:
-            num_forests = len(variants) * len(workload.prompts)
-            answered = recording.answer_all(workers.reporting(update, after=num_forests))
-        with console.stage("traces", answered) as update:
-            num_prompts = recording.trace_all(answered, workers.reporting(update, before=answered))
-    if num_prompts < len(workload.prompts):
-        console.say(f"{num_prompts} of {len(workload.prompts)} prompts were recorded in their share of the budget")
-    traces = recording.traces(workload.cut(num_prompts))
-    for trace in traces:
-        save_trace(folder / trace.header.file, trace)
-    if warning := degenerate_in(traces[0], workload):
-        console.say(warning)
+def record(tuning: Tuning, plan: Plan, variants: Sequence[DraftVariant]) -> list[Trace]:
+    """Traces of the variants on the tuning prompts that are recorded in time, which become those of the search."""
+    again = partial(
+        record_traces,
+        tuning.pool,
+        variants,
+        folder=tuning.folder,
+        console=tuning.console,
+        bounds=tuning.bounds,
+        jobs=tuning.settings.jobs,
+    )
+    longest_s = plan.rates.answer_s(max(prompt.settings.max_new_tokens for prompt in tuning.tune.prompts))
+    traces = again(
+        workload=tuning.tune,
+        answer_s=longest_s,
+        deadline=tuning.clock.deadline_of("traces"),
+        answers_share=thresholds.ANSWERS_SHARE,
+        limit=tuning.clock.limit_of("traces"),
+        num_least=thresholds.MIN_TRACED_PROMPTS,
+    )
+    documents = [variants_json(variants), tuning.tune_key, tuning.bounds.model_dump()]
+    num_prompts = tuning.decided("num_prompts", documents, lambda: traces[0].num_prompts)
+    tuning.tune = tuning.tune.cut(num_prompts)
+    if traces[0].num_prompts != num_prompts:  # another worker or run had time for more or fewer
+        traces = again(workload=tuning.tune)
+    tuning.console.show(agreement_table(traces))
     return traces
-
-
-def degenerate_in(trace: Trace, workload: Workload) -> str | None:
-    """The line about the degenerate answers of a trace to the first prompts of a workload, if there are any."""
-    limits = [prompt.settings.max_new_tokens for prompt in workload.prompts[: trace.num_prompts]]
-    return degenerate_answers(trace.answers, limits)
-
-
-def record_in_worker(model_pool: ModelPool, rank: int, work: Mapping[str, Any]) -> None:
-    """Record the prompts of this worker."""
-    recording = Recording(model_pool, rank=rank, **work)
-    recording.trace_all(recording.answer_all())
-
-
-@dataclass
-class Recording:
-    """Answers and forests that processes record together, in the order of the one with this ``rank``.
-
-    Every process takes its own prompts first, so that no two record the same; the first one (rank 0) ends with those
-    that others have not made yet.
-    """
-
-    model_pool: ModelPool
-    variants: Sequence[DraftVariant]
-    workload: Workload
-    folder: Path
-    """Keeps the traces."""
-    rank: int = 0
-    num_processes: int = 1
-    bounds: ForestBounds = field(default_factory=ForestBounds)
-    answers_at_once: int = ANSWERS_AT_ONCE
-    deadline: float = math.inf
-    """A value of ``time.monotonic``."""
-    limit: float = math.inf
-    """The same for ``MIN_TRACED_PROMPTS``, which may pass the deadline."""
-
-    def __post_init__(self) -> None:
-        drafts = [self.model_pool.draft(*variant) for variant in self.variants]
-        self.recorder = self.model_pool.recorder(self.folder)
-        self.recorder.layers = tuple(sorted({layer for draft in drafts for layer in draft.aux_layers}))
-
-    def answer_all(self, report: Report | None = None) -> int:
-        """Record answers; returns how many of the first prompts have one."""
-        now = time.monotonic()
-        deadline = now + ANSWERS_SHARE * (self.deadline - now)
-        return self.record(self.workload, self.answers_at_once, deadline, self.recorder.answers, report)
-
-    def trace_all(self, num_prompts: int, report: Report | None = None) -> int:
-        """Record forests of all variants for the first prompts; returns for how many."""
-        first = self.workload.cut(num_prompts)
-        return self.record(first, PROMPTS_AT_ONCE, self.deadline, self.traces, report)
-
-    def traces(self, workload: Workload) -> list[Trace]:
-        """The traces of all variants; what is on disk is not recorded again."""
-        trace = partial(self.model_pool.trace, workload=workload, bounds=self.bounds)
-        return [trace(self.recorder, variant) for variant in self.variants]
-
-    def record(
-        self,
-        workload: Workload,
-        size: int,
-        deadline: float,
-        record_part: Callable[[Workload], object],
-        report: Report | None = None,
-    ) -> int:
-        """Record parts of ``size`` prompts until the deadline; returns the number of the first prompts that are
-        recorded.
-        """
-        prompts, total, num_processes = workload.prompts, len(workload.prompts), self.num_processes
-        # Parts that other processes have made are read, in no time: one part in so many is this process's own.
-        durations = deque([0.0], maxlen=2 * num_processes)
-        # The first process records all that others have not made, in order, and so knows how many of the first prompts
-        # are done.
-        for begin in range(self.rank % num_processes * size, total, size if self.rank == 0 else size * num_processes):
-            began, until = time.monotonic(), deadline if begin >= MIN_TRACED_PROMPTS else self.limit
-            if begin > 0 and began + max(durations) > until:
-                return begin
-            end = min(begin + size, total)
-            record_part(replace(workload, prompts=prompts[begin:end]))
-            durations.append(time.monotonic() - began)
-            if report is not None:
-                report(end, total)
-        return total
-
-
-def print_agreement(traces: Sequence[Trace], console: Console) -> None:
-    """Print how often each draft, at its first subnet in ``traces``, predicts the target's next token, by task."""
-    import pandas as pd
-
-    of_draft: dict[str, Trace] = {}
-    for trace in traces:
-        of_draft.setdefault(trace.header.draft.id, trace)
-    ranks = (1, 4) if len(of_draft) == 1 else (1,)
-    shares = pd.concat([trace.agreement(ranks).assign(draft=draft) for draft, trace in of_draft.items()])
-    table = shares.pivot_table(values="share", index="task", columns=["draft", "rank"], sort=False)
-    rows = [[task, *(f"{100 * share:.1f} %" for share in row)] for task, *row in table.itertuples()]
-    columns = ["task", *(f"{draft}, top-{rank}" for draft in of_draft for rank in ranks)]
-    console.table("Agreement of drafts with the target", columns, rows)

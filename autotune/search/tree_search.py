@@ -8,37 +8,32 @@ result does not depend on which worker did what.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from autotune.console import Update
 from autotune.documents.configuration import Configuration, DraftVariant, Tree, variants_json
 from autotune.documents.provenance import DISTRIBUTION, version_of
+from autotune.documents.search_space import SearchSpace
 from autotune.errors import UserError
 from autotune.files import content_key
 from autotune.replay.evaluator import Candidate, Evaluator
 from autotune.replay.replay import Replay
-from autotune.search.space import SearchSpace
+from autotune.search import thresholds
 from autotune.study.ledger import Ledger, Record
 from autotune.study.storage import optuna_storage
 from autotune.trees.policy import POLICIES
-from autotune.trees.tree import Floats
 
-NUM_SWEPT = 2048  # trees of each policy and subnet; a power of two, for Sobol's sequence
-SWEEP_SIZE = 256  # trees in a unit of work
-NUM_UNIT_TRIALS = 50
-# A sweep is replayed over one in FIRST_PROMPTS prompts of each task (two at least), and only its fastest trees over all
-# prompts: NUM_PROMOTED overall, and NUM_TASK_PROMOTED for each task.
-FIRST_PROMPTS = 3
-NUM_PROMOTED = 64
-NUM_TASK_PROMOTED = 8
-# The fastest trees in the record of a unit, and the fastest of each task. TPE starts from NUM_KEPT trees of all sweeps.
-NUM_KEPT = 24
-NUM_TASK_KEPT = 2
+if TYPE_CHECKING:
+    from autotune.search.tuning import Tuning
+    from autotune.search.tuning_prompts import TuningPrompts
+
 UNIT = "unit"  # attribute of an Optuna trial: the number of trials before its unit
 
 
@@ -48,8 +43,6 @@ class TreeSearchResult:
 
     fastest: list[Candidate]
     """Over all prompts, the fastest first."""
-    fastest_of_tasks: list[Candidate]
-    """Over the prompts of each task, task by task, the fastest first."""
     num_replayed: int
     """Number of configurations that all workers have replayed."""
     optuna_study: str
@@ -88,21 +81,41 @@ def search_trees(
     fastest = {candidate.key: candidate for record in records for candidate in _candidates(record["fastest"])}
     if not fastest:
         raise UserError(f"no tree of space {space.name} was found within the budget; raise it, or widen the space")
-    of_tasks: list[Candidate] = []
-    for task in stage.task_prompts:
-        leaders = [leader for record in records for leader in record["of_task"].get(task, ())]
-        leaders.sort(key=lambda leader: (leader["ms"], content_key(leader["candidate"])))
-        of_tasks += _candidates(leader["candidate"] for leader in leaders[:NUM_KEPT])
     return TreeSearchResult(
         fastest=sorted(fastest.values(), key=lambda candidate: candidate.rank),
-        fastest_of_tasks=of_tasks,
         num_replayed=sum(record["num_replayed"] for record in records),
         optuna_study=stage.optuna_study,
     )
 
 
+def tune_trees(tuning: Tuning, prompts: TuningPrompts) -> TreeSearchResult:
+    """The stage of a search that finds the fastest configurations by replay of the choosing prompts."""
+    evaluator, settings = prompts.choosing, tuning.settings
+    table, bounds = evaluator.table.content_hash, tuning.bounds.model_dump()
+    with tuning.console.stage("tree search") as update:
+        result = search_trees(
+            evaluator,
+            tuning.space,
+            tuning.ledger,
+            num_trials=settings.num_trials,
+            documents=[tuning.pool.key, tuning.tune_key, thresholds.CONFIRMING, table, bounds],
+            seed=settings.seed,
+            deadline=max(tuning.clock.deadline_of("tree search"), time.monotonic() + thresholds.MIN_TREE_SEARCH_S),
+            report=update,
+        )
+    plain = f"plain decoding: {evaluator.ar_ms_per_token:.2f} ms/token"
+    tuning.console.say(f"{result.num_replayed:,} configurations replayed; {plain}")
+    return result
+
+
 def _candidates(records: Iterable[Record]) -> Iterator[Candidate]:
     return (Candidate.model_validate(record, strict=False) for record in records)
+
+
+def _fastest(results: Sequence[Replay], count: int) -> list[int]:
+    """Indices of the results with the shortest times over all prompts."""
+    ms = [float(result.decode_ms.sum()) for result in results]
+    return sorted(range(len(ms)), key=ms.__getitem__)[:count]
 
 
 class _TreeStage:
@@ -116,8 +129,8 @@ class _TreeStage:
         self.variants = list(evaluator.traces)
         self.key = content_key([documents, variants_json(self.variants), space.model_dump()["trees"], seed])
         tasks = np.array(evaluator.tasks)
-        self.task_prompts = {task: np.flatnonzero(tasks == task) for task in dict.fromkeys(evaluator.tasks)}
-        first = [prompts[: max(2, len(prompts) // FIRST_PROMPTS)] for prompts in self.task_prompts.values()]
+        of_tasks = [np.flatnonzero(tasks == task) for task in dict.fromkeys(evaluator.tasks)]
+        first = [prompts[: max(2, len(prompts) // thresholds.FIRST_REPLAYED)] for prompts in of_tasks]
         self.first_prompts = np.sort(np.concatenate(first))
         policies = [policy for policy in space.trees if not POLICIES[policy].is_template()]
         self.sampled_policies = [policy for policy in policies if space.enumerated(policy) is None]
@@ -129,7 +142,9 @@ class _TreeStage:
         on, so that a search that is cut short has tried every policy.
         """
         units: dict[str, Callable[[], Record]] = {}
-        for part, variant, policy in itertools.product(range(NUM_SWEPT // SWEEP_SIZE), self.variants, self.space.trees):
+        for part, variant, policy in itertools.product(
+            range(thresholds.NUM_SWEPT // thresholds.SWEEP_SIZE), self.variants, self.space.trees
+        ):
             if part == 0 or policy in self.sampled_policies:
                 key = content_key([self.key, part, policy, *variants_json([variant])[0]])
                 units[key] = partial(self._sweep, part, policy, variant)
@@ -139,7 +154,9 @@ class _TreeStage:
         if POLICIES[policy].is_template():
             trees = self.evaluator.template_trees(variant, self.space.values(policy))
         else:
-            sweep = partial(self.space.sweep, policy, SWEEP_SIZE, self.seed, first=part * SWEEP_SIZE)
+            sweep = partial(
+                self.space.sweep, policy, thresholds.SWEEP_SIZE, self.seed, first=part * thresholds.SWEEP_SIZE
+            )
             trees = self.space.enumerated(policy) or sweep()
         configurations = [self._configuration(variant, tree) for tree in trees]
         fastest = self._promoted(configurations)
@@ -147,44 +164,20 @@ class _TreeStage:
 
     def _promoted(self, configurations: list[Configuration]) -> list[Configuration]:
         """The configurations that are worth a replay over all prompts."""
-        if len(configurations) <= NUM_PROMOTED or 2 * len(self.first_prompts) > len(self.evaluator.tasks):
+        if len(configurations) <= thresholds.NUM_PROMOTED or 2 * len(self.first_prompts) > len(self.evaluator.tasks):
             return configurations
-        ms = np.array([result.decode_ms for result in self.evaluator.replay_many(configurations, self.first_prompts)])
-        fastest, by_task = self._leaders(ms, NUM_PROMOTED, NUM_TASK_PROMOTED)
-        return [configurations[row] for row in sorted({*fastest, *itertools.chain(*by_task.values())})]
-
-    def _leaders(self, ms: Floats, count: int, task_count: int) -> tuple[list[int], dict[str, list[int]]]:
-        """The rows of ``ms`` [configurations, prompts] with the smallest sums over all prompts, and over each
-        task's.
-        """
-
-        def smallest(sums: Floats, count: int) -> list[int]:
-            return np.argsort(sums, kind="stable")[:count].tolist()
-
-        by_task = {task: smallest(ms[:, prompts].sum(1), task_count) for task, prompts in self.task_prompts.items()}
-        return smallest(ms.sum(1), count), by_task
+        rows = _fastest(self.evaluator.replay_many(configurations, self.first_prompts), thresholds.NUM_PROMOTED)
+        return [configurations[row] for row in sorted(rows)]
 
     def _configuration(self, variant: DraftVariant, tree: Tree) -> Configuration:
         return self.evaluator.resolve(Configuration(tree=tree, draft=variant[0], subnet=variant[1]))
 
     def _record(self, configurations: list[Configuration], results: list[Replay], *, num_replayed: int) -> Record:
-        """The record of a unit: its fastest candidates, over all prompts and over the prompts of each task."""
-        if not results:
-            return {"num_replayed": 0, "fastest": [], "of_task": {}}
-        ms = np.array([result.decode_ms for result in results])
-
-        def candidate(row: int) -> Record:
-            return self.evaluator.candidate(configurations[row], results[row]).model_dump(mode="json")
-
-        leaders, task_leaders = self._leaders(ms, NUM_KEPT, NUM_TASK_KEPT)
-        fastest = [candidate(row) for row in leaders]
-        of_task = {
-            task: [{"ms": float(ms[row, self.task_prompts[task]].sum()), "candidate": candidate(row)} for row in rows]
-            for task, rows in task_leaders.items()
-        }
-        best = min(_candidates(fastest), key=lambda candidate: candidate.rank)
-        self.best = min(self.best or best, best, key=lambda candidate: candidate.rank)
-        return {"num_replayed": num_replayed, "fastest": fastest, "of_task": of_task}
+        """The record of a unit: its fastest candidates."""
+        rows = _fastest(results, thresholds.NUM_KEPT)
+        fastest = [self.evaluator.candidate(configurations[row], results[row]) for row in rows]
+        self.best = min([*fastest, *([self.best] if self.best else [])], key=lambda one: one.rank, default=None)
+        return {"num_replayed": num_replayed, "fastest": [one.model_dump(mode="json") for one in fastest]}
 
     def sample(
         self, swept: list[Record], num_trials: int, deadline: float | None, report: Callable[[int, int], None]
@@ -200,13 +193,13 @@ class _TreeStage:
         candidates = (candidate for record in swept for candidate in _candidates(record["fastest"]))
         ranked = sorted((c for c in candidates if c.policy in self.sampled_policies), key=lambda c: c.rank)
         units = {}
-        for first in range(0, num_trials, NUM_UNIT_TRIALS):
-            count = min(NUM_UNIT_TRIALS, num_trials - first)
+        for first in range(0, num_trials, thresholds.NUM_UNIT_TRIALS):
+            count = min(thresholds.NUM_UNIT_TRIALS, num_trials - first)
             key = content_key([self.key, "sampled", first, count])
-            units[key] = partial(self._sample, ranked[:NUM_KEPT], first, count)
+            units[key] = partial(self._sample, ranked[: thresholds.NUM_KEPT], first, count)
 
         def report_trials(done: int, of: int) -> None:
-            report(min(num_trials, done * NUM_UNIT_TRIALS), num_trials)
+            report(min(num_trials, done * thresholds.NUM_UNIT_TRIALS), num_trials)
 
         # Optuna creates its tables in steps that must not run in two workers at once.
         create = partial(optuna.storages.get_storage, optuna_storage(self.ledger.storage))
@@ -241,18 +234,19 @@ class _TreeStage:
             configurations.append(self._configuration(*suggest(trial)))
             results.append(self.evaluator.replay(configurations[-1]))
             study.tell(trial, results[-1].ms_per_token)
-        self._publish(study.get_trials(deepcopy=False)[-count:], first)
+        publish(self.optuna_study, self.ledger.storage, study.get_trials(deepcopy=False)[-count:], first)
         return self._record(configurations, results, num_replayed=len(results))
 
-    def _publish(self, trials: list[Any], unit: int) -> None:
-        """Add a unit's trials, once, to the Optuna study that ``optuna-dashboard`` shows."""
-        import optuna
 
-        study = optuna.create_study(
-            study_name=self.optuna_study,
-            storage=optuna_storage(self.ledger.storage, to_append=True),
-            direction="minimize",
-            load_if_exists=True,
-        )
-        if not any(trial.user_attrs.get(UNIT) == unit for trial in study.get_trials(deepcopy=False)):
-            study.add_trials(trials)
+def publish(study_name: str, storage: Path | str, trials: list[Any], unit: int) -> None:
+    """Add a unit's trials, once, to the Optuna study that ``optuna-dashboard`` shows."""
+    import optuna
+
+    study = optuna.create_study(
+        study_name=study_name,
+        storage=optuna_storage(storage, to_append=True),
+        direction="minimize",
+        load_if_exists=True,
+    )
+    if not any(trial.user_attrs.get(UNIT) == unit for trial in study.get_trials(deepcopy=False)):
+        study.add_trials(trials)

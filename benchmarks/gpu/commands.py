@@ -16,7 +16,7 @@ from autotune.modeling.loading import load_processor
 from benchmarks.gpu.models import load_random, write_models
 from benchmarks.gpu.stage import DEVICE, ROOT, Job
 
-POOL = "autotune.search.model_pool"
+POOL = "autotune.runtime.model_pool"
 PROMPTS = 16  # of a split
 
 

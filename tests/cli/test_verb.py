@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from autotune.cli.main import VERBS, main
 from autotune.cli.verb import GROUPS, Verb, in_group, options_of, word_of
 from autotune.search import pipeline
-from autotune.search.settings import SearchSettings
+from autotune.study.search_settings import SearchSettings
 from tests.cli.test_main import ENVIRONMENT, HEAVY, REPOSITORY
 from tests.sample_documents import decoding_profile
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,10 @@ import pytest
 
 from autotune.cost.request_costs import FACTOR, Overhead, PrefillCost, fit_costs
 from autotune.cost.table import KV_STEP, DensePrices, shipped_tables
-from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
-from tests.sample_documents import DEVICE, DRAFT, TARGET, cost_table, surface
+from tests.sample_documents import DRAFT, cost_table, surface
 
 
 def fit_prefill(samples: list[tuple[int, int, float]]) -> PrefillCost:
@@ -194,37 +192,6 @@ def test_subnets_share_the_line_of_a_prefill() -> None:
     both = fit_costs(PrefillCost, [whole, half])
     assert both[1].per_token_ms / both[0].per_token_ms == pytest.approx(both[1].intercept_ms / both[0].intercept_ms)
     assert both[1].per_token_ms == pytest.approx(0.7 * 0.02, rel=0.05)
-
-
-OTHER, UNHASHED = ModelReference(id="tests/other", sha256="e" * 64), ModelReference(id=TARGET.id, sha256="")
-
-
-@pytest.mark.parametrize(
-    ("target", "device", "precision", "message"),
-    [
-        (ModelReference(id="elsewhere", sha256=TARGET.sha256), DEVICE, "float32", None),
-        (
-            OTHER,
-            DEVICE,
-            "float32",
-            r"model .* 'tests/target' \(aaaaaaaa\), not of 'tests/other' \(eeeeeeee\); delete it",
-        ),
-        (UNHASHED, DEVICE, "float32", r"model .* 'tests/target' \(aaaaaaaa\), not of 'tests/target' \(no hash\)"),
-        (
-            TARGET,
-            DEVICE.model_copy(update={"num_cores": 8}),
-            "float32",
-            "device .*/1', not of 'cpu/An abacus/8'; delete",
-        ),
-        (TARGET, DEVICE, "bfloat16", "precision .* float32, not of bfloat16; delete it, or run autotune measure"),
-    ],
-)
-def test_a_table_is_of_its_target_device_and_precision(
-    target: ModelReference, device: Fingerprint, precision: str, message: str | None
-) -> None:
-    """The name of the target does not matter if its hash is known."""
-    with nullcontext() if message is None else pytest.raises(UserError, match=f"^a.cost.json: .*{message}"):
-        cost_table().check_is_of(target, device, precision, source="a.cost.json")
 
 
 def test_dataframe_has_a_row_for_every_measured_point() -> None:

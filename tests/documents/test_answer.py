@@ -25,8 +25,8 @@ from autotune.documents.provenance import ModelReference
 from autotune.documents.speculation import OPTIONS, Speculation
 from autotune.documents.subnet import Subnet
 from autotune.search import pipeline
-from autotune.search.settings import SearchSettings
 from autotune.search.thresholds import KEPT_PROMPTS
+from autotune.study.search_settings import SearchSettings
 from tests.check.sample_documents import prompt_evidence
 from tests.sample_documents import TARGET, decoding_profile, write_workload
 from tests.tiny_models import Pair
@@ -48,9 +48,7 @@ def measured(
     """A measured profile with gains over other arms: name, speedup, its interval, prompts."""
     profile = decoding_profile(draft=draft, **choices)
     figures = {"tokens_per_round": 2.0, "tokens_per_second": 9.0, "num_prompts": num_prompts, "identical_outputs": 1}
-    point = profile.point.model_copy(
-        update={"measured": Measured(speedup=1.5, ci95=(1.4, 1.6), **figures)}
-    )
+    point = profile.point.model_copy(update={"measured": Measured(speedup=1.5, ci95=(1.4, 1.6), **figures)})
     if draft is not None and point.draft is not None:
         chosen = point.draft.model_copy(update={"kind": "eagle3", "subnet": Subnet(**(subnet or {}))})
         point = point.model_copy(update={"draft": chosen})

@@ -18,7 +18,7 @@ from autotune.recording.recorder import Recorder
 from autotune.replay.reference_replay import rounds
 from autotune.replay.trace import bounds_for
 from autotune.runtime.decoder import Decoder
-from autotune.search.space_files import load_space
+from autotune.study.spaces import load_space
 from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import Workload, load_workload
 from tests.imports import ROOT

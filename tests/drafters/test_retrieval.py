@@ -16,8 +16,8 @@ from autotune.drafters.retrieval import FIRST_CAPACITY, RetrievalDraft
 from autotune.errors import UserError
 from autotune.modeling.loading import RETRIEVAL, reference
 from autotune.modeling.target import Target
-from autotune.search.model_pool import ModelPool
-from autotune.search.space_files import load_space
+from autotune.runtime.model_pool import ModelPool, variants_of
+from autotune.study.spaces import load_space
 from autotune.trees.limits import MAX_RETRIEVED
 from autotune.trees.tree import ROOT
 from tests.tiny_models import VOCABULARY_SIZE, Pair
@@ -156,7 +156,7 @@ def test_it_is_loaded_by_name_and_has_one_subnet(pair: Pair) -> None:
     with pytest.raises(UserError, match="retrieval: this draft has no subnets; leave heads, injection_layer"):
         load_draft(RETRIEVAL, target, Subnet(heads=0.5))
     pool = ModelPool(str(pair.target_folder), (RETRIEVAL, str(pair.draft_folder)), "cpu")
-    subnets = Counter(draft for draft, _ in pool.subnets(load_space("quick")))
+    subnets = Counter(draft for draft, _ in variants_of(pool, load_space("quick")))
     assert subnets == {RETRIEVAL: 1, str(pair.draft_folder): 10}
 
 

@@ -16,7 +16,7 @@ import torch
 from autotune.errors import UserError
 from autotune.machine.device import check_room, choose_device, fingerprint, free_memory, local_gpus, short_name
 from autotune.runtime.decoder import Decoder
-from autotune.search.settings import device_for
+from autotune.study.search_settings import device_for
 from tests.tiny_models import Pair
 
 GIB = 2**30

@@ -34,7 +34,7 @@ from autotune.modeling.quantization import (
 from autotune.modeling.target import Target
 from autotune.runtime.answer_batch import can_batch
 from autotune.runtime.decoder import Decoder
-from autotune.search.model_pool import ModelPool
+from autotune.runtime.model_pool import ModelPool
 from tests.drafters.test_feature_draft import agreeing_draft
 from tests.tiny_models import Inputs, Pair, new_llama, sharpen
 

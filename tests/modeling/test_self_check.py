@@ -17,7 +17,7 @@ from autotune.modeling.step import PackedStep
 from autotune.modeling.target import Target
 from autotune.modeling.tree_model import TreeModel
 from autotune.runtime.decoder import Decoder
-from autotune.search.model_pool import ModelPool
+from autotune.runtime.model_pool import ModelPool
 from tests.rehearsal import Rehearsal
 from tests.tiny_models import Pair, inputs_on
 
@@ -74,7 +74,7 @@ def test_auto_is_eager_where_captured_steps_fail(
 ) -> None:
     """One line says why, once; mode ``cuda-graph`` is not tested."""
     monkeypatch.setattr(owner, name, broken(getattr(owner, name)))
-    monkeypatch.setattr("autotune.search.model_pool.load_processor", lambda *given, **options: None)
+    monkeypatch.setattr("autotune.runtime.model_pool.load_processor", lambda *given, **options: None)
     with pytest.warns(EagerNotice, match=reason) as caught:
         pool = ModelPool(str(text_pair.target_folder), [str(text_pair.draft_folder)], "cuda:0", mode="auto")
         modes = [Decoder(pool.target, mode=mode).mode for mode in ("auto", "cuda-graph")]

@@ -15,9 +15,10 @@ from autotune.modeling.target import Target
 from autotune.recording import chain_recorder
 from autotune.recording.chain_recorder import chain_traces
 from autotune.recording.recorder import Recorder
+from autotune.recording.traces import record_trace, recorder_of
 from autotune.replay.replay import replay
 from autotune.replay.trace import Trace, bounds_for
-from autotune.search.model_pool import ModelPool
+from autotune.runtime.model_pool import ModelPool
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.static import NO_TOKEN
 from autotune.workloads.workload import Workload, load_workload
@@ -61,7 +62,7 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
 
 @pytest.fixture(scope="module")
 def recorder(model_pool: ModelPool, tmp_path_factory: pytest.TempPathFactory) -> Recorder:
-    return model_pool.recorder(tmp_path_factory.mktemp("records"))
+    return recorder_of(model_pool, tmp_path_factory.mktemp("records"))
 
 
 def figures(trace: Trace, depth: int) -> tuple[list[list[int]], list[int], list[int], int]:
@@ -79,14 +80,14 @@ def test_chains_of_all_subnets_equal_those_recorded_one_by_one(
     monkeypatch.setattr(chain_recorder, "ROWS_AT_ONCE", rows_at_once)
     (name,) = model_pool.references
     draft: Any = model_pool.draft(name)
-    layers = model_pool.supernet_layers(name)
+    layers = model_pool.drafts[name].dimensions.injection_layers
     seen, accepted = set(), 0
     is_whole = rows_at_once > 100
     for layer, keep in itertools.product(layers, KEEPS) if is_whole else [(layers[-1], 0.5)]:
         subnets = [Subnet(heads=shares, injection_layer=layer, visual_keep=keep) for shares in SHARES]
         together = chain_traces(recorder, draft, model_pool.references[name], workload, subnets, BOUNDS)
         for subnet, found in zip(subnets, together, strict=True):
-            alone = model_pool.trace(recorder, (name, subnet), workload, BOUNDS)
+            alone = record_trace(recorder, model_pool, (name, subnet), workload, BOUNDS)
             assert found.header.model_copy(update={"provenance": alone.header.provenance}) == alone.header
             for field in ("answer_start", "prompt_length", "draft_prompt_length", "num_visual_tokens"):
                 np.testing.assert_array_equal(getattr(found, field), getattr(alone, field))
@@ -108,7 +109,7 @@ def test_probabilities_equal_those_recorded_one_by_one(
     together = chain_traces(recorder, draft, model_pool.references[name], workload, subnets, BOUNDS)
     compared = 0
     for subnet, found in zip(subnets, together, strict=True):
-        alone = model_pool.trace(recorder, (name, subnet), workload, BOUNDS)
+        alone = record_trace(recorder, model_pool, (name, subnet), workload, BOUNDS)
         _, _, ours = found.roots()
         _, _, theirs = alone.roots()
         while len(ours):

@@ -24,13 +24,13 @@ from autotune.documents.decoding_profile import (
     WorkloadReference,
 )
 from autotune.documents.provenance import ModelReference
+from autotune.documents.search_space import SearchSpace
 from autotune.documents.subnet import Subnet
 from autotune.files import append_line
 from autotune.replay.evaluator import Evaluator
 from autotune.replay.trace import Trace, save_trace
 from autotune.report.sources import Sources, find_sources
-from autotune.search import tree_search
-from autotune.search.space import SearchSpace
+from autotune.search import thresholds
 from autotune.search.tree_search import search_trees
 from autotune.study.document import MeasuredConfiguration, StudyDocument, StudyDraft
 from autotune.study.ledger import Ledger
@@ -103,8 +103,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeStudy]:
     evaluator = Evaluator(traces, table, jobs=1)
     space = SearchSpace.model_validate({"name": "by hand", "visual_keep": {"choices": list(KEEPS)}, "trees": TREES})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_search, "NUM_SWEPT", 64)
-        patch.setattr(tree_search, "SWEEP_SIZE", 32)
+        patch.setattr(thresholds, "NUM_SWEPT", 64)
+        patch.setattr(thresholds, "SWEEP_SIZE", 32)
         found = search_trees(evaluator, space, ledger, num_trials=20, documents="by hand")
 
     profile = _profile(evaluator, workload.sha256)

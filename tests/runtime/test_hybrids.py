@@ -29,8 +29,8 @@ from autotune.recording.recorder import Answer, record_forest
 from autotune.replay.replay import replay
 from autotune.replay.trace import bounds_for, join
 from autotune.runtime.decoder import Decoder
-from autotune.search.cost_tables import table_for_gpu
-from autotune.search.model_pool import ModelPool
+from autotune.runtime.model_pool import ModelPool
+from autotune.search.prices import table_for_gpu
 from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import Workload
 from tests.families import FAMILIES, HYBRIDS, load, params_of, save

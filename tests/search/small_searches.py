@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from autotune.documents.search_space import SearchSpace
 from autotune.documents.subnet import Subnet
 from autotune.replay.evaluator import Evaluator
-from autotune.search import tree_search
-from autotune.search.space import SearchSpace
+from autotune.search import thresholds
 from autotune.search.tree_search import TreeSearchResult, search_trees
 from autotune.study.ledger import Ledger
 from tests.sample_documents import DRAFT, cost_table, random_trace
@@ -56,6 +56,6 @@ def stage(found: Evaluator, trees: dict[str, Any], storage: Path | str, **option
 
 def shared_search(storage: Path | str) -> tuple[int, str, float]:
     """Number of replays, and the winner, of a search that other processes may share through ``storage``."""
-    with mock.patch.object(tree_search, "NUM_SWEPT", 64), mock.patch.object(tree_search, "SWEEP_SIZE", 32):
+    with mock.patch.object(thresholds, "NUM_SWEPT", 64), mock.patch.object(thresholds, "SWEEP_SIZE", 32):
         found = stage(evaluator(jobs=1), LARGE, storage, num_trials=60)
     return found.num_replayed, found.fastest[0].key, found.fastest[0].ms_per_token

@@ -12,7 +12,7 @@ from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.deployment import BackendResult
 from autotune.errors import UserError
 from autotune.search import backend_race, backends
-from autotune.search.settings import SearchSettings
+from autotune.study.search_settings import SearchSettings
 from tests.sample_documents import write_workload
 from tests.search.fake_backend import FakeBackend
 

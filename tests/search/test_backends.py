@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from autotune.cli.main import main
 from autotune.search.backends import choose_backends
-from autotune.search.settings import SearchSettings
+from autotune.study.search_settings import SearchSettings
 from tests.sample_documents import write_workload
 
 

@@ -11,7 +11,7 @@ from autotune.console import Console
 from autotune.documents.decoding_profile import AR, DecodingProfile
 from autotune.errors import UserError
 from autotune.search.engine_tuning import tune_engine
-from autotune.search.settings import SearchSettings
+from autotune.study.search_settings import SearchSettings
 from tests.sample_documents import write_workload
 from tests.search.fake_backend import FakeBackend
 

@@ -8,29 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 
-from autotune.console import Console
 from autotune.cost.joint_fit import choice_of
-from autotune.cost.table import CostTable
-from autotune.documents.decoding_profile import DecodingProfile, DraftChoice
+from autotune.documents.decoding_profile import DraftChoice
+from autotune.documents.search_space import SearchSpace
 from autotune.documents.subnet import Subnet
 from autotune.drafters import feature_draft
 from autotune.drafters.checkpoint import load_draft
 from autotune.errors import UserError
-from autotune.measuring.settings import CostSettings
+from autotune.measuring.tables import priced_variants
 from autotune.modeling.loading import BUNDLED_TARGET, load_model, load_processor
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.load import load
-from autotune.search.cost_tables import priced_variants, table_for_gpu
-from autotune.search.model_pool import ModelPool
-from autotune.search.pipeline import search
+from autotune.runtime.model_pool import ModelPool, variants_of
+from autotune.search.prices import table_for_gpu
 from autotune.search.screening import _recorded_together
-from autotune.search.settings import SearchSettings
-from autotune.search.space import SearchSpace
-from autotune.search.space_files import load_space
-from tests.cli.test_end_to_end import write_small_job
+from autotune.study.spaces import load_space
 from tests.drafters.test_eagle3 import write_head
 from tests.drafters.test_feature_draft import KINDS
 from tests.rehearsal import Rehearsal
@@ -113,16 +107,13 @@ def test_a_search_offers_weights_that_the_device_multiplies(
     """On other devices a user can ask for them. A draft that reads no features has none."""
     star, independent = str(folders["star"]), str(pair.draft_folder)
     pool = ModelPool(str(pair.target_folder), [star, independent], device)
-    variants = pool.subnets(SearchSpace.model_validate(SPACE))
+    variants = variants_of(pool, SearchSpace.model_validate(SPACE))
     offered = [(draft == next(iter(pool.references)), subnet.weights) for draft, subnet in variants]
     unchanged = [(True, None), (False, None)]
     assert offered == (unchanged if device == "cpu" else [(True, None), (True, "float8"), (False, None)])
     assert len(priced_variants(variants)) == len(_recorded_together(pool, variants)) == len(variants)
     asked_for = load_space("full", ("weights=float8",))
-    assert {subnet.weights for draft, subnet in pool.subnets(asked_for)[:1]} == {"float8"}
-    alone = ModelPool(str(pair.target_folder), [independent], device)
-    with pytest.raises(UserError, match=r"only drafts that read the target's features have weights to choose"):
-        alone.subnets(asked_for)
+    assert {subnet.weights for draft, subnet in variants_of(pool, asked_for)[:1]} == {"float8"}
     with pytest.raises(UserError, match="leave heads, injection_layer, operator, vocabulary and weights out"):
         load_draft(independent, pool.target, FLOAT8)
 
@@ -161,18 +152,3 @@ def test_a_profile_and_an_estimate_have_the_weights(
         decoder.generate(**prompts["text"], max_new_tokens=16).sequences,
         Decoder(Target(pair.target)).generate(**prompts["text"], max_new_tokens=16).sequences,
     )
-
-
-@pytest.mark.nightly
-def test_a_search_measures_weights_where_they_are_offered(
-    rehearsal: Rehearsal, pair: Pair, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    workload = write_small_job(tmp_path)[1]
-    (tmp_path / "small.yaml").write_text(yaml.safe_dump({"schema": "autotune.search-space/1", **SPACE}))
-    monkeypatch.setattr(CostSettings, "time_limit_s", 5.0)
-    models = {"target": str(pair.target_folder), "drafts": (str(folders["mtp"]),)}
-    job = {"workload": workload, "space": str(tmp_path / "small.yaml"), "folder": tmp_path}
-    search(SearchSettings(**models, **job, output=tmp_path / "profile.json", budget_s=60, num_trials=2), Console())
-    (path, *_) = tmp_path.rglob("*.cost.json")
-    assert [costs.weights for costs in CostTable.load(path).drafts] == [None, "float8"]
-    assert DecodingProfile.load(tmp_path / "profile.json").point

@@ -14,12 +14,12 @@ from autotune.cli.main import main
 from autotune.console import Console
 from autotune.machine.device import gib
 from autotune.modeling.quantization import weight_bytes
+from autotune.runtime.model_pool import ModelPool, variants_of
 from autotune.search import forecast as forecasts
 from autotune.search.forecast import forecast
-from autotune.search.model_pool import ModelPool
-from autotune.search.settings import SearchSettings
-from autotune.search.space_files import load_space
 from autotune.search.thresholds import STAGES
+from autotune.study.search_settings import SearchSettings
+from autotune.study.spaces import load_space
 from tests.drafters.test_eagle3 import PUBLISHED, write_head
 from tests.sample_documents import write_workload
 from tests.tiny_models import Pair
@@ -44,7 +44,7 @@ def settings(pair: Pair, tmp_path: Path) -> dict[str, Any]:
 def test_a_forecast_is_of_the_models_that_a_search_loads(settings: dict[str, Any]) -> None:
     lines = forecast_of(SearchSettings(**settings))
     pool = ModelPool(settings["target"], settings["drafts"], "cpu")
-    variants = pool.subnets(load_space("quick").without_images())
+    variants = variants_of(pool, load_space("quick").without_images())
     assert f"tried: {len(variants)} choices of drafts, of which 2 get a search of their trees" in lines
     drafts = sum(pool.draft(name).weight_bytes for name in pool.references)
     (memory,) = (line for line in lines if line.startswith("memory on cpu: "))
@@ -96,7 +96,9 @@ def test_a_head_of_a_target_is_read_for_its_sizes(pair: Pair, settings: dict[str
     head = write_head(tmp_path / "head", next(iter(PUBLISHED)))
     lines = forecast_of(SearchSettings(**{**settings, "drafts": (str(head),)}))
     pool = ModelPool(settings["target"], [str(head)], "cpu")
-    assert f"draft: {head}, {len(pool.subnets(load_space('quick').without_images()))} choice of it" in " ".join(lines)
+    assert f"draft: {head}, {len(variants_of(pool, load_space('quick').without_images()))} choice of it" in " ".join(
+        lines
+    )
 
 
 def test_a_quantized_target_has_a_forecast(settings: dict[str, Any], tmp_path: Path) -> None:

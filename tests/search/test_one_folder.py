@@ -14,12 +14,13 @@ from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.machine.device import fingerprint
+from autotune.measuring.tables import priced_variants
 from autotune.report.sources import find_sources
-from autotune.search import inputs, pipeline
-from autotune.search.cost_tables import table_for_gpu
-from autotune.search.model_pool import ModelPool
-from autotune.search.profile_selection import ProfileSelection
-from autotune.search.settings import SearchSettings, check_settings
+from autotune.search import pipeline, prices
+from autotune.search.prices import save_table, table_for_gpu
+from autotune.search.profile import predicted_profile
+from autotune.search.tuning import Tuning
+from autotune.study.search_settings import SearchSettings, check_settings
 from tests.sample_documents import write_workload
 from tests.tiny_models import Pair
 
@@ -33,10 +34,11 @@ LINES = [{"prompt": f"Count to {number}.", "max_new_tokens": 6, "split": "tune"}
 HELD_OUT = [{"prompt": "Go on.", "max_new_tokens": 6, "split": "evaluate"}]
 
 
-def made_table(pool: ModelPool, variants: Any, workload: object, folder: Path, *_: object, **__: object) -> CostTable:
+def made_table(tuning: Tuning, *_: object) -> CostTable:
     """A table of this device, in place of the measured one."""
-    table = table_for_gpu("h100", pool, variants).model_copy(update={"device": fingerprint()})
-    table.save(folder / f"{table.content_hash}.cost.json")
+    priced = priced_variants(tuning.variants)
+    table = table_for_gpu("h100", tuning.pool, priced).model_copy(update={"device": fingerprint()})
+    save_table(table, tuning.folder)
     return table
 
 
@@ -57,8 +59,9 @@ def test_every_search_in_a_folder_keeps_its_results(
 ) -> None:
     """Estimates and a measurement of other prompts, budgets, devices and targets, in one study."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(inputs, "local_table", made_table)
-    monkeypatch.setattr(ProfileSelection, "measured_profile", ProfileSelection.predicted_profile)
+    monkeypatch.setattr(prices, "local_table", made_table)
+    monkeypatch.setattr("autotune.report.page.all_plots", lambda content: {})
+    monkeypatch.setattr(pipeline, "choose_profile", lambda *given: predicted_profile(*given[:-1]))
     (tmp_path / "small.yaml").write_text(SPACE)
     write_workload(tmp_path, [*LINES, *HELD_OUT])
     write_workload(tmp_path, [*LINES[:2], *HELD_OUT], name="fewer.jsonl")

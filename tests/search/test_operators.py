@@ -7,30 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from autotune.documents.decoding_profile import DraftChoice
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft
 from autotune.errors import UserError
 from autotune.modeling.target import Target
+from autotune.recording.traces import record_trace, recorder_of
 from autotune.replay.trace import bounds_for
 from autotune.runtime.decoder import Decoder
-from autotune.search.cost_tables import priced_variants
-from autotune.search.model_pool import ModelPool
-from autotune.search.space import SearchSpace
-from autotune.search.space_files import load_space
+from autotune.runtime.model_pool import ModelPool
+from autotune.study.spaces import load_space
 from autotune.trees.chain import ChainPolicy
 from autotune.workloads.workload import load_workload
 from tests.drafters.test_feature_draft import agreeing_draft
 from tests.sample_documents import write_image, write_workload
 from tests.tiny_models import NUM_VISUAL_TOKENS, Inputs, Pair
-
-SPACE = {
-    "name": "operators",
-    "operators": ["gate", "prune", "convolve", "text_only"],
-    "operator_ratios": [2, 5],
-    "visual_keep": {"choices": [1.0, 0.5]},
-    "trees": {"chain": {"depth": {"low": 1, "high": 4}}},
-}
 
 
 @pytest.fixture(scope="module")
@@ -87,35 +77,6 @@ def test_drafts_without_the_operator_are_refused(pair: Pair, folder: Path, tmp_p
         load_draft(str(folder), target, Subnet(operator="convolve", operator_ratio=5))
 
 
-def test_a_space_lists_operators_and_ratios(model_pool: ModelPool) -> None:
-    specvlm, independent = model_pool.references
-    found = model_pool.subnets(SearchSpace.model_validate(SPACE))
-    choices = [(None, None), ("prune", 2), ("prune", 5), ("convolve", None)]
-    expected = {(keep, *choice) for keep in (1.0, 0.5) for choice in choices} | {(1.0, "text_only", None)}
-    own = [subnet for draft, subnet in found if draft == specvlm]
-    assert {(s.visual_keep, s.operator, s.operator_ratio) for s in own} == expected and len(own) == len(expected)
-    assert [subnet for draft, subnet in found if draft == independent] == [Subnet(), Subnet(visual_keep=0.5)]
-    assert len(priced_variants(found)) == 2, "operators do not change the cost of a step"
-    full = [
-        subnet for draft, subnet in model_pool.subnets(SearchSpace.model_validate({**SPACE, "operators": ["gate"]}))
-    ]
-    assert all(subnet.operator is None for subnet in full)
-
-
-def test_subnets_of_one_operator_share_a_network(model_pool: ModelPool) -> None:
-    specvlm = next(iter(model_pool.references))
-    pool = model_pool.draft(specvlm, Subnet(operator="pool", operator_ratio=2))
-    assert pool is model_pool.draft(specvlm, Subnet(operator="pool", operator_ratio=2, visual_keep=0.5))
-    others = [
-        model_pool.draft(specvlm),
-        model_pool.draft(specvlm, Subnet(operator="pool")),
-        model_pool.draft(specvlm, Subnet(operator="prune", operator_ratio=2)),
-    ]
-    assert len({id(draft) for draft in (pool, *others)}) == 4
-    choices = [DraftChoice(kind="?", id="a", sha256="b", subnet=draft.subnet) for draft in (pool, *others)]
-    assert len({choice.network for choice in choices}) == 4, "points of a profile load different networks"
-
-
 def test_traces_record_the_operator(model_pool: ModelPool, tmp_path: Path) -> None:
     """Their draft's KV length is the number of the operator's rows."""
     specvlm = next(iter(model_pool.references))
@@ -123,30 +84,20 @@ def test_traces_record_the_operator(model_pool: ModelPool, tmp_path: Path) -> No
         {"split": "tune", "max_new_tokens": 12, "prompt": "And 2?", "images": [write_image(tmp_path / "0.png", 0)]}
     ]
     prompts = load_workload(str(write_workload(tmp_path, lines)), "tune")
-    recorder = model_pool.recorder(tmp_path)
+    recorder = recorder_of(model_pool, tmp_path)
     traces = {}
     for operator in ("convolve", "text_only"):
         subnet = Subnet(operator=operator)
-        trace = model_pool.trace(recorder, (specvlm, subnet), prompts, bounds_for([ChainPolicy(depth=2)]))
+        trace = record_trace(recorder, model_pool, (specvlm, subnet), prompts, bounds_for([ChainPolicy(depth=2)]))
         assert trace.header.subnet.operator == operator
         traces[operator] = trace
     lengths = {name: int(trace.draft_prompt_length[0]) for name, trace in traces.items()}
     assert lengths["convolve"] - lengths["text_only"] == 6
 
 
-def test_operators_that_no_draft_has_are_refused(pair: Pair, model_pool: ModelPool) -> None:
-    alone = ModelPool(str(pair.target_folder), [str(pair.draft_folder)], "cpu")
-    space = load_space("quick", ("operator=pool", "operator-ratio=5"))
-    assert (space.operators, space.operator_ratios) == (["pool"], [5])
-    with pytest.raises(UserError, match="only a specvlm draft with a compressor has operators to choose"):
-        alone.subnets(space)
-    with pytest.raises(UserError, match="the compressor of x has the operators prune, pool, convolve; got resample"):
-        SearchSpace.model_validate({**SPACE, "operators": ["resample"]}).subnets(
-            "x", Subnet(), (), ("prune", "pool", "convolve")
-        )
-
-
-def test_the_full_space_screens_every_operator() -> None:
+def test_a_space_names_operators_of_the_compressor() -> None:
     operators = ("prune", "pool", "convolve", "resample", "text_only")
     found = load_space("full").subnets("specvlm", Subnet(), (), operators)
     assert {subnet.operator for subnet in found} == {None, *operators} and len(found) == 11 * 5 + 1
+    with pytest.raises(UserError, match="the compressor of x has the operators prune, pool; got resample"):
+        load_space("full", ("operator=resample",)).subnets("x", Subnet(), (), ("prune", "pool"))

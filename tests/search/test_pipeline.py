@@ -17,12 +17,11 @@ from autotune.evaluation.runtime_arms import DecoderArm
 from autotune.measuring.settings import CostSettings
 from autotune.modeling.graph_memory import graph_memory
 from autotune.report.sources import find_sources
-from autotune.search import thresholds, traces
+from autotune.search import finalists, thresholds
 from autotune.search.pipeline import search
-from autotune.search.plan import StageClock
-from autotune.search.profile_selection import ProfileSelection
-from autotune.search.settings import SearchSettings
+from autotune.search.tuning import StageClock
 from autotune.study.ledger import Ledger
+from autotune.study.search_settings import SearchSettings
 from tests.cli.test_end_to_end import write_small_job
 from tests.rehearsal import Rehearsal
 from tests.tiny_models import Pair
@@ -70,7 +69,7 @@ def test_the_study_of_a_cut_search_has_its_records(
     deadline_of = StageClock.deadline_of
     late = {"traces": time.monotonic() - 1}
     monkeypatch.setattr(StageClock, "deadline_of", lambda clock, name: late.get(name) or deadline_of(clock, name))
-    monkeypatch.setattr(traces, "MIN_TRACED_PROMPTS", 2)
+    monkeypatch.setattr(thresholds, "MIN_TRACED_PROMPTS", 2)
     estimated_search(pair, tmp_path, num_trials=2)
     assert "2 of 4 prompts were recorded" in capsys.readouterr().err
     found = find_sources(tmp_path / "profile.json")
@@ -96,8 +95,8 @@ def test_searches_capture_nothing_in_timed_runs_and_leave_no_memory(
         return answer
 
     monkeypatch.setattr(DecoderArm, "generate", checked)
-    monkeypatch.setattr(ProfileSelection, "candidates", lambda self, count: self.trees.fastest[:count])
-    monkeypatch.setattr(thresholds, "ROUNDS", ((4, 6, None), (4, 2, 2)))
+    monkeypatch.setattr(finalists, "choose_finalists", lambda fastest, evaluator, count: fastest[:count])
+    monkeypatch.setattr(thresholds, "RACE_SIZES", ((4, 6, None), (4, 2, 2)))
     monkeypatch.setattr(thresholds, "MAX_PASSES", 1)
     monkeypatch.setattr(CostSettings, "time_limit_s", 10.0)
     models = {"target": str(pair.target_folder), "drafts": (str(pair.draft_folder),)}

@@ -17,20 +17,23 @@ import torch
 
 from autotune.console import Console
 from autotune.errors import UserError
+from autotune.recording.traces import recorder_of
 from autotune.runtime.decoder import Decoder
+from autotune.runtime.model_pool import ModelPool
 from autotune.search import pipeline
-from autotune.search import plan as plans
-from autotune.search.model_pool import ModelPool
-from autotune.search.plan import RATE_TOKENS, Rates, SearchSize, StageClock, make_plan, measure_rates
-from autotune.search.settings import SearchSettings
+from autotune.search import tuning as clocks
+from autotune.search.plan import Rates, SearchSize, make_plan, measure_rates
 from autotune.search.thresholds import (
     ANSWERS_SHARE,
     KEPT_PROMPTS,
     LEAST_TOKENS,
     MAX_SCREENING_SHARE,
     MIN_TRACED_PROMPTS,
+    RATE_TOKENS,
     STAGES,
 )
+from autotune.search.tuning import StageClock
+from autotune.study.search_settings import SearchSettings
 from autotune.workloads.workload import Workload
 from tests.rehearsal import Counts, Rehearsal
 from tests.tiny_models import Pair
@@ -187,21 +190,27 @@ def test_a_search_for_another_device_times_nothing() -> None:
 
 def test_time_that_a_stage_leaves_goes_to_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr(plans, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now)}))
-    clock = StageClock(now + 100)
+    monkeypatch.setattr(clocks, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now)}))
+    clock = StageClock(100)
     assert clock.deadline_of("cost table") == pytest.approx(now + 100 * STAGES["cost table"])
     assert clock.deadline_of("evaluation") == pytest.approx(now + 100), "the last stage has all the time left"
     only_table = clock.deadline_of("screening") - now
     assert only_table > 100 * STAGES["screening"], "nothing was spent on the table"
     now = 1200.0
     assert clock.deadline_of("finalists") == now, "no time is left"
-    assert list(StageClock(time.monotonic(), ("tree search",)).weights) == ["tree search"]
+    now = 1000.0
+    clock.set_share("cost table", 0.6)
+    assert clock.deadline_of("cost table") == pytest.approx(now + 60)
+    traces, rest = STAGES["traces"], 1 - STAGES["cost table"] - STAGES["screening"]
+    assert clock.deadline_of("traces") == pytest.approx(now + 100 * traces / rest)
+    assert list(StageClock(100, is_timed=False).weights) == ["screening", "traces", "tree search"]
 
 
 def test_a_stage_leaves_later_ones_what_they_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr(plans, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now)}))
-    clock = StageClock(now + 100, ("traces", "finalists", "evaluation"))
+    monkeypatch.setattr(clocks, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now)}))
+    clock = StageClock(100)
+    clock.weights = {name: STAGES[name] for name in ("traces", "finalists", "evaluation")}
     clock.kept_s = {"traces": 10.0, "finalists": 20.0, "evaluation": 40.0}
     share = STAGES["traces"] / sum(STAGES[name] for name in clock.weights)
     assert clock.deadline_of("traces") == pytest.approx(now + 10 + share * 30)
@@ -210,16 +219,6 @@ def test_a_stage_leaves_later_ones_what_they_keep(monkeypatch: pytest.MonkeyPatc
     assert clock.deadline_of("finalists") == pytest.approx(now + 40 / 3), "of 40 s, the later stage keeps two thirds"
     now = 1090.0
     assert clock.deadline_of("evaluation") == pytest.approx(1100.0) and clock.limit_of("evaluation") == 1100.0
-
-
-def test_a_stage_may_get_another_share_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1000.0
-    monkeypatch.setattr(plans, "time", SimpleNamespace(monotonic=lambda: now))
-    clock = StageClock(now + 100, ("screening", "traces", "evaluation"))
-    clock.set_share("screening", 0.6)
-    assert clock.deadline_of("screening") == pytest.approx(now + 60)
-    traces, evaluation = (STAGES[name] for name in ("traces", "evaluation"))
-    assert clock.deadline_of("traces") == pytest.approx(now + 100 * traces / (traces + evaluation))
 
 
 def test_a_space_with_thousands_of_subnets_is_screened_longer() -> None:
@@ -237,17 +236,16 @@ def test_the_budget_begins_when_the_models_are_loaded(
     """The steps of trees are compiled in another thread meanwhile, whose error is not lost."""
     threads: list[Thread] = []
     monkeypatch.setattr(pipeline, "compile_steps", lambda: threads.append(current_thread()))
-    monkeypatch.setattr(pipeline, "time", SimpleNamespace(monotonic=iter([100.0, 141.0, 150.0]).__next__))
+    monkeypatch.setattr(pipeline, "time", SimpleNamespace(monotonic=iter([100.0, 141.0]).__next__))
     models = {"target": str(pair.target_folder), "drafts": (str(pair.draft_folder),)}
     settings = SearchSettings(**models, device="cpu", budget_s=90.5, folder=tmp_path)
-    run = pipeline._SearchRun(settings, Console())
-    run.begin()
-    assert run.clock.deadline == 240.5 and len(threads) == 1 and main_thread() not in threads
+    tuning = pipeline.begin(settings, Console())
+    assert tuning.clock.spent_s < 1 and len(threads) == 1 and main_thread() not in threads
     assert "models loaded in 41 s; the budget of 90.5 s begins now" in capsys.readouterr().err
     monkeypatch.setattr(pipeline, "time", time)
     monkeypatch.setattr(pipeline, "compile_steps", Mock(side_effect=RuntimeError("of the compiler")))
     with pytest.raises(RuntimeError, match="of the compiler"):
-        pipeline._SearchRun(settings, Console())
+        pipeline.begin(settings, Console())
 
 
 def test_a_gpu_loads_measures_and_answers_as_the_search_decodes(
@@ -272,5 +270,5 @@ def test_a_gpu_loads_measures_and_answers_as_the_search_decodes(
     monkeypatch.setattr(Decoder, "generate", counted)
     assert measure_rates(pool.plain_decoder(), evaluate).step_s > 0
     assert {(counts.captures, counts.replays) for counts in timed} == {(0, RATE_TOKENS - 1)}
-    (answer,) = pool.recorder(tmp_path).answers(evaluate.sampled(0.5).cut(1))
+    (answer,) = recorder_of(pool, tmp_path).answers(evaluate.sampled(0.5).cut(1))
     assert timed[-1].replays + timed[-1].captures >= len(answer.tokens) - 1 > 0

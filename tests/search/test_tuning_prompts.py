@@ -41,9 +41,9 @@ def test_evaluators_of_both_parts_add_up_to_the_full_one() -> None:
     prompts = TuningPrompts.of(workload(15), full)
     flags = confirms(full.tasks)
     assert [p.name for p in prompts.confirming_workload.prompts] == [str(n) for n in np.flatnonzero(flags)]
-    full_ms = full.prompt_ms([CHAIN])[0]
-    np.testing.assert_array_equal(prompts.choosing.prompt_ms([CHAIN])[0], full_ms[~flags])
-    np.testing.assert_array_equal(prompts.confirming.prompt_ms([CHAIN])[0], full_ms[flags])
+    full_ms = full.replay(CHAIN).decode_ms
+    np.testing.assert_array_equal(prompts.choosing.replay(CHAIN).decode_ms, full_ms[~flags])
+    np.testing.assert_array_equal(prompts.confirming.replay(CHAIN).decode_ms, full_ms[flags])
     assert prompts.confirming.ar_ms.sum() + prompts.choosing.ar_ms.sum() == pytest.approx(full.ar_ms.sum())
 
 

@@ -15,26 +15,16 @@ from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.mtp import MtpNetwork
 from autotune.errors import UserError
 from autotune.modeling.target import Target
+from autotune.recording.traces import record_trace, recorder_of
 from autotune.replay.trace import ForestBounds
 from autotune.runtime.decoder import Decoder
-from autotune.search.cost_tables import priced_variants
-from autotune.search.model_pool import ModelPool
-from autotune.search.screening import _recorded_together
-from autotune.search.space import SearchSpace
-from autotune.search.space_files import load_space
+from autotune.runtime.model_pool import ModelPool
 from autotune.workloads.workload import Workload, load_workload
 from tests.drafters.test_feature_draft import KINDS, agreeing_draft
 from tests.sample_documents import cost_table, write_image, write_workload
 from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair
 
 SHARE = 0.5
-SPACE = {
-    "name": "vocabularies",
-    "heads": [1.0, 0.5],
-    "vocabularies": [1.0, SHARE],
-    "visual_keep": {"choices": [1.0]},
-    "trees": {"chain": {"depth": {"low": 1, "high": 4}}},
-}
 
 
 @pytest.fixture(scope="module")
@@ -109,21 +99,13 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
     return load_workload(str(write_workload(folder, lines)), "tune")
 
 
-def test_a_space_lists_vocabularies_of_drafts_that_know_frequencies(
+def test_traces_propose_frequent_tokens(
     pair: Pair, folders: dict[str, Path], workload: Workload, tmp_path: Path
 ) -> None:
-    pool = ModelPool(str(pair.target_folder), [str(folders["star"]), str(pair.draft_folder)], "cpu")
-    star, independent = pool.references
-    variants = pool.subnets(SearchSpace.model_validate(SPACE))
-    choices = [(subnet.heads, subnet.vocabulary) for draft, subnet in variants if draft == star]
-    assert sorted(choices, key=str) == sorted([(None, None), (0.5, None), (None, SHARE), (0.5, SHARE)], key=str)
-    assert [subnet for draft, subnet in variants if draft == independent] == [Subnet()]
-    assert len(priced_variants(variants)) == 5, "a vocabulary changes the cost of a step"
-    groups = [group for group in _recorded_together(pool, variants) if group[0][0] == star]
-    assert [len({subnet.vocabulary for _, subnet in group}) for group in groups] == [1, 1]
-    recorder = pool.recorder(tmp_path)
+    pool = ModelPool(str(pair.target_folder), [str(folders["star"])], "cpu")
+    (star,) = pool.references
     bounds = ForestBounds(depth=2, num_proposals=3)
-    trace = pool.trace(recorder, (star, Subnet(vocabulary=SHARE)), workload, bounds)
+    trace = record_trace(recorder_of(pool, tmp_path), pool, (star, Subnet(vocabulary=SHARE)), workload, bounds)
     proposed = trace.forest.child_token[trace.forest.child_logprob > -np.inf]
     assert trace.header.subnet.vocabulary == SHARE and len(proposed) > 0 and (proposed % 2 == 1).all()
 
@@ -149,10 +131,6 @@ def test_drafts_without_frequencies_are_refused(pair: Pair, tmp_path: Path) -> N
         load_draft(str(tmp_path), target, Subnet(vocabulary=SHARE))
     with pytest.raises(UserError, match="leave heads, injection_layer, operator, vocabulary and weights out"):
         load_draft(str(pair.draft_folder), target, Subnet(vocabulary=SHARE))
-    alone = ModelPool(str(pair.target_folder), [str(pair.draft_folder)], "cpu")
-    space = load_space("quick", (f"vocabulary={SHARE}",))
-    with pytest.raises(UserError, match=r"only drafts with token frequencies, .* leave vocabularies out"):
-        alone.subnets(space)
 
 
 def test_only_plain_heads_are_cut(pair: Pair, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

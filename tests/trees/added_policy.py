@@ -19,9 +19,9 @@ from autotune.recording.recorder import Recorder
 from autotune.replay.evaluator import Evaluator
 from autotune.replay.replay import replay
 from autotune.runtime.decoder import Decoder
-from autotune.search.space_files import bounds_of, load_space
 from autotune.search.tree_search import search_trees
 from autotune.study.ledger import Ledger
+from autotune.study.spaces import bounds_of, load_space
 from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import load_workload
 from tests.sample_documents import cost_table, free_prices, write_workload

@@ -15,11 +15,11 @@ import yaml
 
 from autotune.documents.configuration import Configuration
 from autotune.documents.published_defaults import ABLATIONS, COMPARED_DEFAULTS, DEFAULTS, NAMED, PUBLISHED_DEFAULTS
+from autotune.documents.search_space import MAX_ENUMERATED, NAMES, Dimension, SearchSpace, ordered
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.files import data_root
-from autotune.search.space import MAX_ENUMERATED, NAMES, Dimension, SearchSpace, ordered
-from autotune.search.space_files import load_space
+from autotune.study.spaces import load_space
 from autotune.trees.policy import parse_policy
 
 SHIPPED = sorted(path.stem for path in (data_root() / "search_spaces").glob("*.yaml"))
@@ -96,14 +96,6 @@ def test_star_exhaustive_holds_every_subnet_that_training_samples() -> None:
     equal = {s for s in found if len(set(s.head_shares)) == 1}
     assert len(equal) == 200 and set(load_space("star").subnets("d", Subnet(), layers)) == equal
     assert equal < set(load_space("full").subnets("d", Subnet(), layers))
-
-
-def test_published_defaults_are_configurations() -> None:
-    """They begin with their policies' names, except for four of papers that use the policies of others."""
-    borrowed = {"star": "chain", "dream": "eagle2", "specvlm": "eagle2", "sd": "static"}
-    for name, default in PUBLISHED_DEFAULTS.items():
-        paper = name.partition("-")[0]
-        assert parse_policy(default.tree).policy == borrowed.get(paper, paper) and 0 < default.visual_keep <= 1
 
 
 def test_one_default_of_each_paper_is_compared_unasked() -> None:
@@ -221,12 +213,6 @@ def test_the_documentation_has_the_names_of_all_changes() -> None:
     page = (data_root() / "docs/cli.md").read_text()
     rows = dict(re.findall(r"^\| `([\w-]+)` \| `(\w+)` \|", page, flags=re.M))
     assert rows == {**NAMES, "policy": "trees"}
-
-
-def test_the_settings_of_a_paper_are_values_alone(tmp_path: Path) -> None:
-    trees = {"sage": {"d_min": 3, "d_max": [8, 10], "confidence": "current"}}
-    found = load_space(str(write_space(tmp_path, {"visual_keep": 0.2, "trees": trees}))).values("sage")
-    assert found == {"d_min": [3], "d_max": [8, 10], "confidence": ["current"]}
 
 
 def test_ordered_pairs_are_swapped_where_needed() -> None:

@@ -80,16 +80,20 @@ class Dimension(Document):
             return self
         if self.low is None or self.high is None:
             raise ValueError("give either choices, or low and high")
-        if self.low > self.high:
-            raise ValueError(f"low must be at most high, which is {self.high}")
-        if self.step is not None and self.step <= 0:
-            raise ValueError("step must be above 0")
-        if self._is_integer and (self.step or 1) % 1:
-            raise ValueError("step must be an integer where low and high are")
-        if self._is_integer and self.high - self.low > MAX_VALUES * (self.step or 1):
-            raise ValueError(f"a range of integers has at most {MAX_VALUES} values")
-        if self.log and (self.low <= 0 or self.step is not None):
-            raise ValueError("log needs a low above 0, and no step")
+        step, span = self.step, self.high - self.low
+        rules = (
+            (span < 0, f"low must be at most high, which is {self.high}"),
+            (step is not None and step <= 0, "step must be above 0"),
+            (self._is_integer and (step or 1) % 1 > 0, "step must be an integer where low and high are"),
+            (
+                self._is_integer and span > MAX_VALUES * (step or 1),
+                f"a range of integers has at most {MAX_VALUES} values",
+            ),
+            (self.log and (self.low <= 0 or step is not None), "log needs a low above 0, and no step"),
+        )
+        for is_broken, rule in rules:
+            if is_broken:
+                raise ValueError(rule)
         return self
 
     @property
@@ -379,3 +383,9 @@ def _value(text: str, change: str) -> Any:
         return [parse_yaml(one) for one in text.split(",")] if isinstance(value, str) and "," in text else value
     except ValueError as error:
         raise UserError(f"--set {change}: no value of YAML ({error}); give for example heads=1.0,0.5") from None
+
+
+def subnets_of_drafts(changes: Sequence[str] = ()) -> SearchSpace:
+    """The space of the drafts as they are, with the changes of ``SearchSpace.changed``, and without trees."""
+    whole = SearchSpace(name="of this draft", visual_keep=Dimension(choices=[1.0]), trees={"chain": {}})
+    return whole.changed(changes)

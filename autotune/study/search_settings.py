@@ -19,15 +19,15 @@ from autotune.cost.table import shipped_tables
 from autotune.documents.deployment import RUNTIME
 from autotune.documents.execution import AUTO, check_capture_sizes
 from autotune.documents.option_fields import option_name, setting
+from autotune.documents.search_space import SearchSpace
 from autotune.errors import UserError, nearest
 from autotune.files import WORKSPACE, Document, require_writable
 from autotune.machine.device import check_supported, choose_device, fingerprint, gpu_fault, local_devices, local_gpus
 from autotune.modeling.gguf import PACKAGED
 from autotune.modeling.loading import BUNDLED_TARGET, Dtype, bundled_models
 from autotune.modeling.target_defaults import default_drafts, default_workload
-from autotune.search.space import SearchSpace
-from autotune.search.space_files import space_path
 from autotune.study.outputs import choose_output, settings_key
+from autotune.study.spaces import space_path
 from autotune.study.storage import PROFILE, STUDY, storage_url, study_folder
 from autotune.workloads.formats import Format
 from autotune.workloads.workload import TEXTS, Workload, WorkloadSplit, load_workload

@@ -17,8 +17,8 @@ from autotune.errors import UserError
 from autotune.files import WORKSPACE
 from autotune.modeling.loading import DEFAULT_DRAFTS, RETRIEVAL, resolve
 from autotune.search import pipeline
-from autotune.search.settings import SearchSettings, check_settings
 from autotune.study import outputs
+from autotune.study.search_settings import SearchSettings, check_settings
 from autotune.study.storage import study_folder
 from tests.sample_documents import decoding_profile
 

@@ -9,18 +9,17 @@ from typing import Any
 
 import pytest
 
-from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.provenance import ModelReference
-from autotune.errors import UserError
 from autotune.measuring.jobs import JobLog, TimedJob
-from autotune.search import cost_tables
-from autotune.search.cost_tables import local_table, priced_variants, table_for_gpu
-from autotune.search.model_pool import ModelPool
-from autotune.search.space_files import load_space
-from autotune.study.ledger import Ledger
+from autotune.measuring.tables import priced_variants
+from autotune.runtime.model_pool import ModelPool, variants_of
+from autotune.search import prices
+from autotune.search.prices import local_table, table_for_gpu
+from autotune.study.spaces import load_space
 from autotune.workloads.workload import Workload
 from tests.sample_documents import cost_table
+from tests.search.conftest import SPACE, tuning_of
 from tests.tiny_models import Pair
 
 
@@ -31,10 +30,8 @@ def model_pool(pair: Pair) -> ModelPool:
 
 @pytest.fixture
 def table(model_pool: ModelPool, evaluate: Workload, tmp_path: Path) -> Callable[..., CostTable]:
-    """The table of a search in ``tmp_path``."""
-    priced = priced_variants(model_pool.subnets(load_space("quick")))
-    ledger = Ledger(tmp_path / "ledger.sqlite")
-    return partial(local_table, model_pool, priced, evaluate, tmp_path, ledger, Console())
+    """The table of a search in ``tmp_path``, by its time limit."""
+    return partial(local_table, tuning_of(model_pool, evaluate, tmp_path, SPACE), evaluate)
 
 
 @pytest.fixture
@@ -49,7 +46,7 @@ def measured(model_pool: ModelPool, monkeypatch: pytest.MonkeyPatch) -> list[Cos
         found.append(known.model_copy(update=here))
         return found[-1]
 
-    monkeypatch.setattr(cost_tables, "measure_table", measure)
+    monkeypatch.setattr(prices, "measure_table", measure)
     return found
 
 
@@ -62,7 +59,7 @@ def test_an_interrupted_measurement_continues(
 ) -> None:
     """The samples of the first run are given to the second, and are deleted with the table in place."""
     job = TimedJob(plain_ms=(1.0, 1.0), samples=[("verify", 1, 16, 2.0), ("verify", 2, 16, 2.5)])
-    whole = cost_tables.measure_table
+    whole = prices.measure_table
     logs: list[JobLog] = []
 
     def interrupted(*arguments: Any) -> CostTable:
@@ -74,48 +71,31 @@ def test_an_interrupted_measurement_continues(
             raise KeyboardInterrupt
         return whole(*arguments)
 
-    monkeypatch.setattr(cost_tables, "measure_table", interrupted)
+    monkeypatch.setattr(prices, "measure_table", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        table()
-    assert table() == measured[0]
+        table(90.0)
+    assert table(90.0) == measured[0]
     assert logs[1].threads == 2 and logs[1].jobs == [job]
     assert "cost table continued from 2 samples of an interrupted run" in capsys.readouterr().err
     assert not list(tmp_path.glob("*.cost.jsonl"))
 
 
 def test_table_is_measured_once(table: Callable[..., CostTable], measured: list[CostTable], tmp_path: Path) -> None:
-    """It is reused from the folder or, if its file is gone, from the ledger; another time limit measures again."""
-    first = table(time_limit_s=5.0)
-    assert first == measured[0] == table(time_limit_s=5.0)
+    """It is reused from the ledger, and kept in the folder; another time limit measures again."""
+    first = table(5.0)
+    assert first == measured[0] == table(5.0)
     (path,) = tmp_path.glob("*.cost.json")
     path.unlink()
-    assert table(time_limit_s=5.0) == first and CostTable.load(path) == first and len(measured) == 1
-    table()
+    assert table(5.0) == first and CostTable.load(path) == first and len(measured) == 1
+    table(90.0)
     assert len(measured) == 2 and len(list(tmp_path.glob("*.cost.json"))) == 2
-
-
-def test_table_of_another_model_device_or_precision_is_refused(
-    table: Callable[..., CostTable], measured: list[CostTable], tmp_path: Path
-) -> None:
-    known = table()
-    (path,) = tmp_path.glob("*.cost.json")
-    changes: list[tuple[dict[str, object], str]] = [
-        ({"target": ModelReference(id="tests/other", sha256="e" * 64)}, "this one is of 'tests/other'"),
-        ({"device": cost_table().device}, "this one is of 'cpu/An abacus/1'"),
-        ({"precision": "bfloat16"}, "this one is of bfloat16, not of float32"),
-    ]
-    for change, message in changes:
-        known.model_copy(update=change).save(path)
-        with pytest.raises(UserError, match=message) as refused:
-            table()
-        assert str(refused.value).startswith(f"{path}: ")
 
 
 def test_a_shipped_table_prices_other_weights_of_the_same_sizes(
     model_pool: ModelPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that was measured with random weights. One line names the property by which a table differs."""
-    priced = priced_variants(model_pool.subnets(load_space("quick")))
+    priced = priced_variants(variants_of(model_pool, load_space("quick")))
     estimate = table_for_gpu("h100", model_pool, priced, "cuda-graph")
     other, shape = ModelReference(id="random/weights", sha256="0" * 64), model_pool.target.shape
     drafts = [costs.model_copy(update={"draft": other}) for costs in estimate.drafts]
@@ -124,7 +104,7 @@ def test_a_shipped_table_prices_other_weights_of_the_same_sizes(
     )
     measured = estimate.model_copy(update={"estimated": False, "target": other, "drafts": drafts, "decode": decode})
     path = tmp_path / "random.cost.json"
-    monkeypatch.setattr(cost_tables, "shipped_tables", lambda: {"h100": [path]})
+    monkeypatch.setattr(prices, "shipped_tables", lambda: {"h100": [path]})
 
     def found(asked: str = "auto", **changes: Any) -> tuple[CostTable, list[str]]:
         measured.model_copy(update=changes).save(path)
@@ -162,5 +142,5 @@ def test_captured_steps_of_another_version_are_measured_again(
 ) -> None:
     monkeypatch.setattr(model_pool, "mode", mode)
     key = model_pool.key
-    monkeypatch.setattr("autotune.search.model_pool.STEPS_VERSION", 99)
+    monkeypatch.setattr("autotune.runtime.model_pool.STEPS_VERSION", 99)
     assert (model_pool.key != key) == (mode != "eager")

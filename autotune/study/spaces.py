@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune.cost.table import TOKENS
+from autotune.documents.search_space import Dimension, SearchSpace, ordered
 from autotune.errors import UserError, nearest
 from autotune.files import data_root
-from autotune.search.space import Dimension, SearchSpace, ordered
 
 if TYPE_CHECKING:
     from autotune.replay.trace import ForestBounds
@@ -28,12 +28,6 @@ def space_path(name: str) -> Path:
     if not path.exists():
         raise UserError(f"{path}: no such file; check the path")
     return path
-
-
-def subnets_of_drafts(changes: Sequence[str] = ()) -> SearchSpace:
-    """The space of the drafts as they are, with the changes of ``SearchSpace.changed``, and without trees."""
-    whole = SearchSpace(name="of this draft", visual_keep=Dimension(choices=[1.0]), trees={"chain": {}})
-    return whole.changed(changes)
 
 
 def load_space(name: str, changes: Sequence[str] = ()) -> SearchSpace:

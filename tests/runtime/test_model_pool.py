@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from autotune.errors import UserError
-from autotune.search.model_pool import ModelPool
+from autotune.machine.worker_pool import MAX_WORKERS
+from autotune.runtime.model_pool import ModelPool
 from tests.tiny_models import Pair
 
 
@@ -43,3 +45,22 @@ def test_a_default_draft_that_does_not_fit_is_left_out_and_a_named_one_refused(t
     for name in drafts[:3]:
         with pytest.raises(UserError):
             ModelPool(target, (name, "retrieval"), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "memory", "jobs", "limits"),
+    [
+        (8, 1 << 50, None, (7, 1)),
+        (8, 1 << 50, 2, (1, 4)),
+        (8, 1 << 50, 1, (0, 8)),
+        (64, 1 << 50, None, (MAX_WORKERS, 8)),
+        (64, 1 << 31, None, (0, 64)),  # half of 2 GiB is too little for a worker
+    ],
+)
+def test_workers_share_cores_and_memory(
+    text_pair: Pair, monkeypatch: pytest.MonkeyPatch, num_cores: int, memory: int, jobs: int | None, limits: Any
+) -> None:
+    pool = ModelPool(str(text_pair.target_folder), (), "cpu")
+    monkeypatch.setattr(pool, "num_cores", num_cores)
+    monkeypatch.setattr("autotune.runtime.model_pool.free_memory", lambda device: memory)
+    assert pool.worker_limits(jobs) == limits

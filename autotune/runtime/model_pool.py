@@ -1,40 +1,35 @@
-"""The target and all drafts of a search, loaded once."""
+"""A target and the drafts that compete for it, loaded once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from autotune.console import Console
-from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, DraftVariant
 from autotune.documents.decoding_profile import DraftChoice, OperatingPoint
 from autotune.documents.draft_kinds import TOKEN_DRAFTS
 from autotune.documents.execution import EAGER, STEPS_VERSION, capture_sizes_for
 from autotune.documents.provenance import ModelReference
+from autotune.documents.search_space import SearchSpace
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import LoadedDraft, load_draft
 from autotune.errors import UserError
-from autotune.evaluation.runtime_arms import RuntimeArms
 from autotune.files import content_key
 from autotune.machine.device import fingerprint, free_memory, usable_threads
+from autotune.machine.worker_pool import MAX_WORKERS, WorkerPool
 from autotune.modeling.host import limited_threads
 from autotune.modeling.loading import META, Dtype, load_model, load_processor, reference
 from autotune.modeling.quantization import quantization_versions, weight_bytes
 from autotune.modeling.target import Target
-from autotune.recording.recorder import Recorder
-from autotune.replay.trace import ForestBounds, Trace
 from autotune.runtime.answer_keys import SOFTWARE, AnswerKeys
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.preparation import decoding_mode
-from autotune.search.space import SearchSpace
-from autotune.search.worker_pool import MAX_WORKERS, WorkerPool
+from autotune.study.search_settings import SearchSettings
 from autotune.trees.policy import parse_policy
-from autotune.workloads.workload import Workload
 
 MEMORY_SHARE = 0.5  # of the free memory, for workers
 PROCESS_BYTES = 1 << 30  # of a worker in addition to its weights: torch, and processed prompts
@@ -92,7 +87,8 @@ class ModelPool:
         self.answer_keys = AnswerKeys(self.target, self.processor)
         self.device = fingerprint(device)
         self._subnets: dict[DraftVariant, LoadedDraft] = {}
-        self._full_drafts: dict[str, LoadedDraft] = {}
+        self.drafts: dict[str, LoadedDraft] = {}
+        """Whole drafts by id, in the user's order."""
         self.references: dict[str, ModelReference] = {}
         """Drafts by id, in the user's order."""
         for name in drafts:
@@ -104,7 +100,7 @@ class ModelPool:
                 if console is not None:
                     console.say(f"left out   {error}")
         self.arguments = target, tuple(self.references), device, tuple(capture_sizes), mode, dtype
-        self.mode = decoding_mode(mode, self.target, self._full_drafts.values())
+        self.mode = decoding_mode(mode, self.target, self.drafts.values())
         self.capture_sizes = capture_sizes_for(self.mode, capture_sizes)
 
     def _add(self, name: str, capture_sizes: Sequence[int]) -> None:
@@ -112,7 +108,7 @@ class ModelPool:
         draft = load_draft(name, self.target, random_weights=self._random_weights)
         # A decoder checks that the vocabularies agree.
         Decoder(self.target, draft, capture_sizes=capture_sizes, mode=EAGER, processor=self.processor)
-        self.references[draft_reference.id], self._full_drafts[draft_reference.id] = draft_reference, draft
+        self.references[draft_reference.id], self.drafts[draft_reference.id] = draft_reference, draft
 
     @contextmanager
     def worker_pool(
@@ -146,15 +142,11 @@ class ModelPool:
     @property
     def draft_bytes(self) -> int:
         """Bytes of the weights of all drafts."""
-        return sum(draft.weight_bytes for draft in self._full_drafts.values())
+        return sum(draft.weight_bytes for draft in self.drafts.values())
 
     @property
     def precision(self) -> str:
         return self.target.text.precision
-
-    def kind(self, draft: str) -> str:
-        """The kind of a draft: ``star``, ``independent``, ..."""
-        return self._full_drafts[draft].kind
 
     def draft(self, draft: str, subnet: Subnet | None = None) -> LoadedDraft:
         """A draft with the heads, injection layer, vocabulary, weights and operator of a subnet; its visual tokens are
@@ -163,7 +155,7 @@ class ModelPool:
         Raises:
             UserError: the draft has no such subnet.
         """
-        full = self._full_drafts[draft]
+        full = self.drafts[draft]
         subnet = subnet or full.subnet
         layer = subnet.injection_layer or full.subnet.injection_layer
         fixed = {"injection_layer": layer, "visual_keep": 1.0, "visual_ranking": Subnet().visual_ranking}
@@ -174,26 +166,10 @@ class ModelPool:
             self._subnets[draft, subnet] = load_draft(draft, self.target, subnet, random_weights=self._random_weights)
         return self._subnets[draft, subnet]
 
-    def recorder(self, folder: Path) -> Recorder:
-        """A recorder of traces that keeps its documents in ``folder``."""
-        options: dict[str, Any] = {"mode": self.mode, "keys": self.answer_keys}
-        return Recorder(self.target, self.target_reference, self.processor, folder, **options)
-
-    def trace(self, recorder: Recorder, variant: DraftVariant, workload: Workload, bounds: ForestBounds) -> Trace:
-        """The trace of a draft variant."""
-        (draft, subnet), pruning = variant, {"visual_keep", "visual_ranking"}
-        options: dict[str, Any] = {"bounds": bounds, **subnet.model_dump(include=pruning)}
-        return recorder.trace(self.draft(draft, subnet), self.references[draft], workload, **options)
-
     def plain_decoder(self, threads: int | None = None, prefill_threads: int | None = None) -> Decoder:
         """Decodes with the target alone, on so many CPU threads; None: as many as torch uses."""
         options: dict[str, Any] = {"capture_sizes": self.capture_sizes, "mode": self.mode, "processor": self.processor}
         return Decoder(self.target, threads=threads, prefill_threads=prefill_threads, **options)
-
-    def arms(self, table: CostTable | None) -> RuntimeArms:
-        """Arms with any of the drafts, on the CPU threads of a cost table; None for torch's default."""
-        threads = (None, None) if table is None else (table.threads, table.prefill_threads)
-        return RuntimeArms(self.plain_decoder(*threads), draft_of=self.draft_of, keys=self.answer_keys)
 
     def point(self, configuration: Configuration | None) -> OperatingPoint:
         """The operating point of a configuration, neither predicted nor measured."""
@@ -201,7 +177,9 @@ class ModelPool:
             return OperatingPoint(draft=None, tree=None, predicted=None, measured=None)
         known = self.references[configuration.draft or next(iter(self.references))]
         return OperatingPoint(
-            draft=DraftChoice(kind=self.kind(known.id), id=known.id, sha256=known.sha256, subnet=configuration.subnet),
+            draft=DraftChoice(
+                kind=self.drafts[known.id].kind, id=known.id, sha256=known.sha256, subnet=configuration.subnet
+            ),
             tree=parse_policy(configuration.tree),
             fallback=configuration.fallback,
             predicted=None,
@@ -210,20 +188,12 @@ class ModelPool:
 
     def draft_of(self, configuration: Configuration) -> LoadedDraft:
         """The draft of a configuration; the first one if it names none."""
-        return self.draft(configuration.draft or next(iter(self._full_drafts)), configuration.subnet)
-
-    def subnets(self, space: SearchSpace) -> list[DraftVariant]:
-        """As ``variants_of``, of all drafts."""
-        return variants_of(space, self._full_drafts)
+        return self.draft(configuration.draft or next(iter(self.drafts)), configuration.subnet)
 
     @property
     def has_states(self) -> bool:
         """Whether the target or a draft keeps recurrent or convolution states, so that only chains are decoded."""
-        return self.target.has_states or any(draft.has_states for draft in self._full_drafts.values())
-
-    def supernet_layers(self, draft: str) -> tuple[int, ...]:
-        """The layers of the target that a supernet can read; empty for other drafts."""
-        return self._full_drafts[draft].dimensions.injection_layers
+        return self.target.has_states or any(draft.has_states for draft in self.drafts.values())
 
     @property
     def key(self) -> str:
@@ -239,9 +209,32 @@ class ModelPool:
         return content_key(documents)
 
 
-def variants_of(space: SearchSpace, drafts: Mapping[str, LoadedDraft]) -> list[DraftVariant]:
-    """All variants of a space: its subnets of every draft. Heads and layers of a space apply to supernets. Drafts
-    that see no images have no visual tokens to choose.
+def load_pool(
+    settings: SearchSettings, device: str, console: Console, *, mode: str | None = None, sizes_alone: bool = False
+) -> ModelPool:
+    """The target and the drafts of the settings. Default drafts that do not fit the target are left out.
+
+    Args:
+        mode: None: that of the settings.
+        sizes_alone: as in ``ModelPool``.
+    """
+    return ModelPool(
+        settings.target,
+        settings.drafts,
+        device,
+        settings.capture_sizes,
+        mode or settings.mode,
+        settings.dtype,
+        random_weights=settings.random_weights,
+        sizes_alone=sizes_alone,
+        console=console,
+        leaves_out=settings.has_default_drafts,
+    )
+
+
+def variants_of(pool: ModelPool, space: SearchSpace) -> list[DraftVariant]:
+    """All variants of a space: its subnets of every draft of a pool. Heads and layers of a space apply to supernets.
+    Drafts that see no images have no visual tokens to choose.
 
     Raises:
         UserError: the space has parts of heads only, or given layers, and no draft is a supernet; operators only
@@ -251,9 +244,9 @@ def variants_of(space: SearchSpace, drafts: Mapping[str, LoadedDraft]) -> list[D
 
     def check(is_choosable: bool, who_has: str, what: str) -> None:
         if not is_choosable:
-            raise UserError(f"only {who_has} {what} to choose; got {', '.join(drafts)}; leave {what} out")
+            raise UserError(f"only {who_has} {what} to choose; got {', '.join(pool.drafts)}; leave {what} out")
 
-    dimensions = [draft.dimensions for draft in drafts.values()]
+    dimensions = [draft.dimensions for draft in pool.drafts.values()]
     if 1.0 not in space.heads or isinstance(space.injection_layers, list):
         supernets = any(known.injection_layers for known in dimensions)
         check(supernets, "a star draft has", "heads and layers")
@@ -271,6 +264,6 @@ def variants_of(space: SearchSpace, drafts: Mapping[str, LoadedDraft]) -> list[D
     blind = space.without_images()
     return [
         (id, subnet)
-        for id, draft in drafts.items()
+        for id, draft in pool.drafts.items()
         for subnet in (space if draft.sees_images else blind).subnets(id, draft.subnet, *draft.dimensions)
     ]

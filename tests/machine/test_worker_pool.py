@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -15,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from autotune.search import worker_pool
-from autotune.search.worker_pool import WorkerPool
+from autotune.machine import worker_pool
+from autotune.machine.worker_pool import WorkerPool
 
 PARENT = """
 import sys, time
 from pathlib import Path
-from autotune.search import worker_pool
-from tests.search.test_worker_pool import stay
+from autotune.machine import worker_pool
+from tests.machine.test_worker_pool import stay
 
 if __name__ == "__main__":
     worker_pool.MIN_REMAINING_S = 0.0
@@ -82,24 +83,22 @@ def start(pool: WorkerPool, clock: Any) -> None:
     pool.report(1, 99)
 
 
-def test_short_work_starts_no_workers(clock: Any) -> None:
-    """Pieces that were found on disk do not count towards the speed."""
-    with WorkerPool(1, fail) as pool:
-        for second, done in enumerate((10, 11, 12, 13, 14)):
+@pytest.mark.parametrize(
+    ("num_workers", "deadline", "reports"),
+    [
+        (1, math.inf, {0: (10, 20), 1: (11, 20), 2: (12, 20), 3: (13, 20)}),  # 10 pieces were found on disk
+        (0, math.inf, {0: (0, 20), 100: (1, 20)}),
+        (1, 25.0, {0: (0, 99), 1: (1, 99)}),  # 24 s are left for 98 s of work
+    ],
+)
+def test_no_workers_start_for_short_work(
+    clock: Any, num_workers: int, deadline: float, reports: dict[int, tuple[int, int]]
+) -> None:
+    with WorkerPool(num_workers, fail, deadline=deadline) as pool:
+        for second, (done, of) in reports.items():
             clock.now = float(second)
-            pool.report(done, 20)
+            pool.report(done, of)
         assert not pool.processes
-    with WorkerPool(0, fail) as pool:
-        for second, done in enumerate((0, 1)):
-            clock.now = 100.0 * second
-            pool.report(done, 20)
-        assert not pool.processes, "no more than the number of workers"
-
-
-def test_no_worker_starts_for_a_stage_that_ends_soon(clock: Any) -> None:
-    with WorkerPool(1, fail, deadline=25.0) as pool:
-        start(pool, clock)
-        assert not pool.processes, "24 s are left for 98 s of work"
 
 
 def test_workers_run_the_task_and_end_with_the_block(
