@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 import pandas as pd
 
-from autotune.cli.options import TableFile
+from autotune.cli.options import TABLE_FILE
 from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration
@@ -67,7 +67,7 @@ def best_subnet(screened: Sequence[ScreenedSubnet], free: Sequence[str], default
 @click.option("--prompts", default=24, show_default=True)
 @click.option("--trials", default=200, show_default=True)
 @click.option("--seed", default=0, show_default=True)
-@click.option("--table", type=TableFile(), help="Write a row for every configuration to a .csv or .parquet file.")
+@click.option("--table", type=TABLE_FILE, help="Write a row for every configuration to a .csv or .parquet file.")
 def main(
     study: Path, drafts: tuple[str, ...], layer: int, prompts: int, trials: int, seed: int, table: Path | None
 ) -> None:

@@ -19,7 +19,7 @@ import click
 import numpy as np
 import pandas as pd
 
-from autotune.cli.options import TableFile
+from autotune.cli.options import TABLE_FILE
 from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, DraftVariant, configuration_of
@@ -130,7 +130,7 @@ def compare_with_replay(
 @click.option("--prompts", default=4, show_default=True)
 @click.option("--repeats", default=1, show_default=True, help="Measurements of every prompt.")
 @click.option("--seed", default=0, show_default=True)
-@click.option("--table", type=TableFile(), help="Write a row for every configuration to a .csv or .parquet file.")
+@click.option("--table", type=TABLE_FILE, help="Write a row for every configuration to a .csv or .parquet file.")
 def main(
     study: Path,
     profile: Path | None,

@@ -20,7 +20,7 @@ import click
 import numpy as np
 import torch
 
-from autotune.cli.options import Duration
+from autotune.cli.options import DURATION
 from autotune.console import Console
 from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.decoding_profile import DecodingProfile
@@ -103,7 +103,7 @@ def decoded_ms_per_token(
 
 @click.command()
 @click.option("--gpu", default="h100", show_default=True, help="Device with a datasheet in profiles/devices.")
-@click.option("--budget", "budget_s", type=Duration(), default="5m", show_default=True)
+@click.option("--budget", "budget_s", type=DURATION, default="5m", show_default=True)
 @click.option("--random", "num_random", default=200, show_default=True, help="Random configurations that are replayed.")
 @click.option(
     "--decoded", "num_decoded", default=6, show_default=True, help="The fastest of them, which are decoded too."

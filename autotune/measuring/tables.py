@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from autotune.console import Console
+from autotune.cost.latency_table import latency_table
 from autotune.cost.surface import Surface
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import DraftVariant
 from autotune.documents.execution import EAGER
 from autotune.documents.subnet import Subnet
-from autotune.documents.table import Table, number, percent
+from autotune.documents.table import percent
 from autotune.machine.device import gib
 from autotune.measuring.jobs import JobLog
 from autotune.measuring.measurement import kv_lengths_for, measure_costs
 from autotune.measuring.settings import CostSettings
 from autotune.modeling.graph_memory import graph_memory
-from autotune.report.cost_curves import middle_kv_length
 from autotune.runtime.model_pool import ModelPool
 from autotune.workloads.workload import Workload
 
-PRINTED_SIZES = (1, 4, 16, 64)  # tokens
 MAX_PRICED = 8  # choices of heads of a draft that are all timed; of more, those with one share in all blocks are
 
 
@@ -101,18 +98,3 @@ def show_table(table: CostTable, console: Console) -> None:
         console.detail(f"{table.num_samples} steps timed; {disturbed}")
     if (contention := table.provenance.contention) is not None:
         console.say(contention.describe("while steps were timed"))
-
-
-def latency_table(table: CostTable) -> Table:
-    """Latencies of the surfaces of a cost table at its middle KV length."""
-    middle, rows = middle_kv_length(table), []
-    for name, surface in table.surfaces.items():
-        sizes = PRINTED_SIZES[:1] if surface is table.decode else PRINTED_SIZES
-        latencies = surface.latency_ms(np.array(sizes, np.float64), np.array([middle], np.float64))[:, 0]
-        cells = [number(ms) for ms in latencies] + ["-"] * (len(PRINTED_SIZES) - len(sizes))
-        rows.append([name, *cells, percent(surface.held_out_error), percent(surface.uncertainty)])
-    anchors = f" from {table.num_anchors} measured tables" if table.num_anchors else ""
-    mark = f" (estimated{anchors})" if table.estimated else ""
-    errors = "leave-one-out error", "uncertainty"
-    columns = ["part", *(f"{n} tok" for n in PRINTED_SIZES), *errors]
-    return Table(f"Cost table, ms, at KV length {middle}{mark}", columns, rows, details=errors)

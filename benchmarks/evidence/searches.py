@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from autotune.cli.options import Duration
+from autotune.cli.options import DURATION
 from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.files import read_lines
@@ -41,7 +41,7 @@ def samples_of(folder: Path, command: list[str], seconds: float) -> dict[str, Ro
     num_screened = _number(screened[1]) if screened else 0
     summary = {
         "seconds": seconds,
-        "budget_s": Duration().convert(command[command.index("--budget") + 1], None, None),
+        "budget_s": DURATION.convert(command[command.index("--budget") + 1], None, None),
         "loading_s": _number(loading[1]) if loading else 0,
         "subnets": _number(of_all[2]) if of_all else num_screened,
         "screened": num_screened,

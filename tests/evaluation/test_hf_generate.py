@@ -9,7 +9,7 @@ import pytest
 from autotune.evaluation import hf_generate as module
 from autotune.evaluation.hf_generate import hf_generate
 from autotune.modeling import vision_timing
-from tests.modeling.abacus import Abacus
+from tests.evaluation.abacus import Abacus
 from tests.tiny_models import Inputs, Pair
 
 NEW_TOKENS = 24
