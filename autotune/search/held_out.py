@@ -23,7 +23,7 @@ from autotune.search.tuning import Tuning
 from autotune.workloads.workload import Workload
 
 
-def evaluate(tuning: Tuning, plan: Plan, finalists: Finalists, races: Races) -> Evaluation:
+def evaluate_held_out(tuning: Tuning, plan: Plan, finalists: Finalists, races: Races) -> Evaluation:
     """Run the winner, plain decoding, Hugging Face and the best defaults on held-out prompts until the end of the
     stage. The winner and plain decoding run on as many as the plan has kept time for, if need be without the defaults.
     """

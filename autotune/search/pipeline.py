@@ -18,7 +18,7 @@ from autotune.files import content_key, write_table
 from autotune.machine.contention_monitor import ContentionMonitor, wait_until_idle
 from autotune.replay.evaluator import Evaluator
 from autotune.search.finalists import Races, measure_finalists
-from autotune.search.held_out import evaluate
+from autotune.search.held_out import evaluate_held_out
 from autotune.search.plan import Plan, plan_search
 from autotune.search.prices import price, save_table
 from autotune.search.profile import measured_profile, predicted_profile
@@ -106,7 +106,7 @@ def choose_profile(
         monitor = ContentionMonitor(str(tuning.pool.target.device))
         races = Races.of(tuning, prompts.full.table)
         finalists = measure_finalists(tuning, plan, prompts, trees, races)
-        evaluation = evaluate(tuning, plan, finalists, races)
+        evaluation = evaluate_held_out(tuning, plan, finalists, races)
         contention = monitor.contention()
         tuning.console.say(contention.describe("while configurations were run"))
         updated = finalists.prompts.full.table

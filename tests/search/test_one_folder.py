@@ -60,7 +60,6 @@ def test_every_search_in_a_folder_keeps_its_results(
     """Estimates and a measurement of other prompts, budgets, devices and targets, in one study."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(prices, "local_table", made_table)
-    monkeypatch.setattr("autotune.report.page.all_plots", lambda content: {})
     monkeypatch.setattr(pipeline, "choose_profile", lambda *given: predicted_profile(*given[:-1]))
     (tmp_path / "small.yaml").write_text(SPACE)
     write_workload(tmp_path, [*LINES, *HELD_OUT])
