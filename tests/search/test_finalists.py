@@ -30,7 +30,7 @@ from autotune.search.finalists import (
     published_defaults,
     winner_of,
 )
-from autotune.search.held_out import evaluate
+from autotune.search.held_out import evaluate_held_out
 from autotune.search.profile import measured_profile, predicted_profile
 from autotune.search.thresholds import KEPT_PROMPTS
 from autotune.search.tuning import StageClock
@@ -87,7 +87,7 @@ def measured(searched: Searched, races: Races) -> Finalists:
 
 def profile_of(searched: Searched, races: Races) -> DecodingProfile:
     found = measured(searched, races)
-    evaluation = evaluate(searched.tuning, PLAN, found, races)
+    evaluation = evaluate_held_out(searched.tuning, PLAN, found, races)
     return measured_profile(searched.tuning, PLAN, searched.trees, found, evaluation, None)
 
 
@@ -249,7 +249,7 @@ def test_a_default_that_was_tuned_to_is_not_decoded_twice(searched: Searched, sa
     found = measured(searched, races)
     winner = found.winner.model_copy(update={"configuration": defaults["chain"]})
     found = replace(found, winner=winner, best_defaults={name: defaults[name] for name in ("chain", "sage")})
-    evaluation = evaluate(searched.tuning, PLAN, found, races)
+    evaluation = evaluate_held_out(searched.tuning, PLAN, found, races)
     assert list(evaluation.runs) == [AR, HF, "chain", "sage", TUNED]
     assert evaluation.runs["chain"] == evaluation.runs[TUNED] and evaluation.best_default == best
 
