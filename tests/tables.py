@@ -29,7 +29,8 @@ def check_table(table: Table, width: int) -> None:
     assert max(len(line.rstrip()) for line in lines[2:]) <= width, lines
     for column in table.columns:
         assert all(any(word in line for line in lines) for word in column.split()), (column, lines)
-    figures = max((len(cell) for _, *cells in table.rows for cell in cells), default=0)
+    words = [word for column in table.columns for word in column.split()]
+    figures = max(map(len, [*words, *(cell for _, *cells in table.rows for cell in cells)]), default=0)
     for name, *cells in table.rows:
         if len(name) > width - figures - 2 * GAP:  # it is folded beside its figures
             continue

@@ -112,7 +112,7 @@ class Recording:
     deadline: float = math.inf
     """A value of ``time.monotonic``."""
     answers_share: float = 1.0
-    """Of the time until then, for the answers."""
+    """Share of the time until then in which answers are decoded."""
     limit: float = math.inf
     """The deadline of the first ``num_least`` prompts, which may pass the other one."""
     num_least: int = 0
