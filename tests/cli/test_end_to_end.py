@@ -119,7 +119,8 @@ def test_every_stage_from_end_to_end(pair: Pair, tmp_path: Path) -> None:
 def test_workers_of_one_storage_agree_and_all_print_the_result(pair: Pair, tmp_path: Path) -> None:
     """Each in a folder of its own."""
     command = ["search", "--target", pair.target_folder, "--draft", pair.draft_folder, *write_small_job(tmp_path)]
-    command += ["--space", tmp_path / "small.yaml", "--trials", "8", "--budget", "1h"]
+    command += ["--space", tmp_path / "small.yaml", "--trials", "1", "--budget", "1h", "--max-new-tokens", "8"]
+    (tmp_path / "small.yaml").write_text(SPACE.partition("  sage")[0])
     command += ["--storage", f"sqlite:///{tmp_path / 'shared.sqlite'}"]
     logs = [tmp_path / name / "log" for name in ("first", "second")]
     for log in logs:
