@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from autotune.console import Console
@@ -49,13 +49,13 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
         content |= described(tuning, table)
     variants = tuning.variants
     if len(variants) > tuning.space.survivors:
-        with study.stage("screening"):
+        with study.stage("screening"), tuning.turn("screening"):
             variants = screen(tuning, table).survivors
-    with study.stage("traces") as content:
+    with study.stage("traces") as content, tuning.turn("traces"):
         traces = record(tuning, plan, variants)
         content |= {"tune_sha256": tuning.tune.sha256, "traces": [trace.header.file for trace in traces]}
     prompts = TuningPrompts.of(tuning.tune, Evaluator(traces, table, jobs=settings.jobs))
-    with study.stage("tree search") as content:
+    with study.stage("tree search") as content, tuning.turn("tree search"):
         trees = tune_trees(tuning, prompts)
         content["optuna_study"] = trees.optuna_study
     with study.stage("finalists and evaluation") as content:
@@ -74,13 +74,13 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
 
 def begin(settings: SearchSettings, console: Console) -> Tuning:
     """Load the models, wait as the settings say, before anything is timed on this device, and begin the budget."""
-    if settings.storage is not None:
-        Ledger(settings.storage)  # fails before models are loaded
-    began, thread = time.monotonic(), ThreadPoolExecutor(1)
-    compiled = thread.submit(compile_steps)
-    thread.shutdown(wait=False)  # an error of a model is not kept waiting
-    tuning = Tuning.load(settings, console)
-    compiled.result()
+    # A storage that does not answer is known before models are loaded.
+    with nullcontext() if settings.storage is None else Ledger(settings.storage).turn("models", console.say):
+        began, thread = time.monotonic(), ThreadPoolExecutor(1)
+        compiled = thread.submit(compile_steps)
+        thread.shutdown(wait=False)  # an error of a model is not kept waiting
+        tuning = Tuning.load(settings, console)
+        compiled.result()
     loading_s = time.monotonic() - began
     console.say(f"target {settings.target}, draft {', '.join(tuning.pool.references)}, workload {settings.workload}")
     console.say(f"study in {tuning.folder}")
@@ -121,8 +121,12 @@ def choose_profile(
     held_out = tuning.pool.answer_keys.of_workload(tuning.held_out)
     documents = [trees.fastest[0].key, held_out, settings.budget_s, settings.seed, prompts.full.table.content_hash]
     key = content_key(["profile", *documents])
-    record = tuning.ledger.work("profile", {key: lambda: measure().model_dump(mode="json")})[key]
-    return DecodingProfile.model_validate(record, strict=False)
+    record = tuning.timed("profile", key, lambda: measure().model_dump(mode="json"))
+    profile = DecodingProfile.model_validate(record, strict=False)
+    if "finalists" not in content:  # another worker has measured it, and shown its tables
+        for table in profile.tables():
+            tuning.console.show(table)
+    return profile
 
 
 class StudyFile:

@@ -236,7 +236,8 @@ def plan_search(tuning: Tuning) -> Plan:
     documents = [keys_of(tuning.tune), keys_of(tuning.held_out), asdict(size)]
 
     def decide() -> dict[str, Any]:
-        rates = measure_rates(tuning.pool.plain_decoder(), tuning.tune)
+        with tuning.turn("plan", is_timed=True):
+            rates = measure_rates(tuning.pool.plain_decoder(), tuning.tune)
         return make_plan(size, rates, seconds=budget_s, spent_s=tuning.clock.spent_s).model_dump(mode="json")
 
     plan = Plan.model_validate(tuning.decided("plan", documents, decide), strict=False)
@@ -247,11 +248,13 @@ def plan_search(tuning: Tuning) -> Plan:
     tuning.held_out = tuning.held_out.cut(len(tuning.held_out.prompts), plan.max_new_tokens)
     tune = tuning.tune.cut(plan.num_tune_prompts, plan.max_new_tokens)
     if any(prompt.earlier for prompt in tune.prompts):  # held-out turns follow their answers where they are run
-        now = time.monotonic()
-        deadline = now + thresholds.ANSWERS_SHARE * (tuning.clock.deadline_of("traces") - now)
-        followed = [*documents, keys_of(tune)]
-        tune = tune.cut(tuning.decided("num_followed", followed, lambda: len(recorder.follow(tune, deadline).prompts)))
-    tuning.tune = recorder.follow(tune)
+        with tuning.turn("answers of conversations"):
+            now = time.monotonic()
+            deadline = now + thresholds.ANSWERS_SHARE * (tuning.clock.deadline_of("traces") - now)
+            key = [*documents, keys_of(tune)]
+            count = tuning.decided("num_followed", key, lambda: len(recorder.follow(tune, deadline).prompts))
+            tune = recorder.follow(tune.cut(count))
+    tuning.tune = tune
     return plan
 
 

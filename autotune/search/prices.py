@@ -110,7 +110,7 @@ def local_table(tuning: Tuning, workload: Workload, time_limit_s: float) -> Cost
             console.say(f"cost table continued from {num_samples} samples of an interrupted run")
         return measure_table(pool, variants, workload, console, time_limit_s, log).model_dump(mode="json")
 
-    table = CostTable.model_validate(tuning.ledger.work("cost table", {key: measure})[key], strict=False)
+    table = CostTable.model_validate(tuning.timed("cost table", key, measure), strict=False)
     if is_known:
         console.say(f"cost table of {table.provenance.created} reused")
     table.save(folder / f"{key}.cost.json")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +21,7 @@ from autotune.modeling.loading import RETRIEVAL
 from autotune.replay.trace import ForestBounds
 from autotune.runtime.model_pool import ModelPool, load_pool, variants_of
 from autotune.search.thresholds import STAGES
-from autotune.study.ledger import Ledger
+from autotune.study.ledger import Ledger, Record
 from autotune.study.search_settings import SearchSettings, device_for
 from autotune.study.spaces import bounds_of, load_space
 from autotune.study.storage import LEDGER, study_folder
@@ -169,6 +170,20 @@ class Tuning:
     def num_processes(self) -> int:
         """Processes that record and screen."""
         return 1 + self.pool.worker_limits(self.settings.jobs)[0]
+
+    @contextmanager
+    def turn(self, stage: str, *, is_timed: bool = False) -> Iterator[None]:
+        """The turn of a stage among the workers of this host. The clock stands still until it has come."""
+        arrived = time.monotonic()
+        with self.ledger.turn(stage, self.console.say, is_timed=is_timed):
+            self.clock.deadline += time.monotonic() - arrived
+            yield
+
+    def timed(self, stage: str, key: str, measure: Callable[[], Record]) -> Record:
+        """A record that one worker measures for all, alone on its host."""
+        if self.settings.storage is not None and self.ledger.missing([key]):
+            self.console.say(f"{stage}: one worker measures it for all that share the storage")
+        return self.ledger.work(stage, {key: self.turn(stage, is_timed=True)(measure)})[key]
 
     def decided(self, what: str, documents: object, decide: Callable[[], Any]) -> Any:
         """A decision that depends on how much was done in time. It is a record: workers that share a ledger agree on

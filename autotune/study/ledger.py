@@ -11,6 +11,8 @@ import contextlib
 import json
 import os
 import socket
+import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -197,6 +199,38 @@ class Ledger:
         finished = self.records(keys)
         self._used.setdefault(stage, {}).update(dict.fromkeys(finished))
         return finished
+
+    @contextlib.contextmanager
+    def turn(self, stage: str, say: Callable[[str], None], *, is_timed: bool = False) -> Iterator[None]:
+        """Inside the context, no other worker of this host and ``--storage`` runs beside a timed stage; the stages that
+        are not timed run beside each other.
+
+        A stage waits for those that run when it arrives, and those that arrive later wait for it. The system ends the
+        turn of a killed worker. A timed stage must not wait for records, which another worker may make in a turn.
+
+        Args:
+            say: prints the line of a stage that waits.
+        """
+        if sys.platform == "win32" or isinstance(
+            self.storage, Path
+        ):  # no fcntl there; a folder has one search at a time
+            yield
+            return
+        import fcntl
+
+        url = self._engine.url.set(password=None).difference_update_query(["password"])
+        path = Path(tempfile.gettempdir()) / f"autotune-{content_key([str(url), os.getuid()])}"
+        kind = fcntl.LOCK_EX if is_timed else fcntl.LOCK_SH
+        with path.with_suffix(".turn").open("ab") as running:
+            with path.with_suffix(".next").open("ab") as arriving:  # a stage that waits keeps later ones waiting
+                try:
+                    fcntl.flock(arriving, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(running, kind | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    say(f"{stage}: waiting for other workers of this host, because what is timed runs alone")
+                    fcntl.flock(arriving, fcntl.LOCK_EX)
+                    fcntl.flock(running, kind)
+            yield
 
     @contextlib.contextmanager
     def _held(self, key: str) -> Iterator[None]:

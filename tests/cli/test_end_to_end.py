@@ -116,6 +116,26 @@ def test_every_stage_from_end_to_end(pair: Pair, tmp_path: Path) -> None:
     assert check["workloads"][0]["identical_outputs"] == 3
 
 
+def test_workers_of_one_storage_agree_and_all_print_the_result(pair: Pair, tmp_path: Path) -> None:
+    """Each in a folder of its own."""
+    command = ["search", "--target", pair.target_folder, "--draft", pair.draft_folder, *write_small_job(tmp_path)]
+    command += ["--space", tmp_path / "small.yaml", "--trials", "1", "--budget", "1h", "--max-new-tokens", "8"]
+    (tmp_path / "small.yaml").write_text(SPACE.partition("  sage")[0])
+    command += ["--storage", f"sqlite:///{tmp_path / 'shared.sqlite'}"]
+    logs = [tmp_path / name / "log" for name in ("first", "second")]
+    for log in logs:
+        log.parent.mkdir()
+    workers = [start_command(*command, folder=log.parent, log=log, prepare=search_briefly) for log in logs]
+    for worker, log in zip(workers, logs, strict=True):
+        worker.join()
+        said = log.with_suffix(".err").read_text()
+        assert worker.exitcode == 0, said
+        assert "profile: one worker measures it for all" in said and "Evaluation on" in said
+    assert logs[0].with_suffix(".out").read_text() == logs[1].with_suffix(".out").read_text() != ""
+    profiles = [(log.parent / "profile.json").read_bytes() for log in logs]
+    assert profiles[0] == profiles[1]
+
+
 def assert_complete(path: Path) -> None:
     """The profile has a measured point, its evidence, and every arm that it was compared with."""
     profile = DecodingProfile.load(path)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +27,7 @@ from autotune.study.ledger import Ledger
 from autotune.study.search_settings import SearchSettings
 from tests.cli.test_end_to_end import write_small_job
 from tests.rehearsal import Rehearsal
+from tests.search.conftest import Searched
 from tests.tiny_models import Pair
 
 
@@ -75,6 +79,27 @@ def test_the_study_of_a_cut_search_has_its_records(
     found = find_sources(tmp_path / "profile.json")
     assert found.notes == [] and found.study is not None and found.candidates
     assert {trace.num_prompts for trace in found.traces} == {2}
+
+
+def test_the_budget_stands_still_while_a_worker_waits_for_its_turn(searched: Searched, tmp_path: Path) -> None:
+    said: list[str] = []
+    storage, clock = f"sqlite:///{tmp_path / 'shared'}", StageClock(60.0)
+    settings = searched.tuning.settings.model_copy(update={"storage": storage})
+    tuning = replace(searched.tuning, settings=settings, clock=clock, console=SimpleNamespace(say=said.append))
+    before = clock.deadline
+
+    def compute() -> None:
+        with tuning.turn("traces"):
+            pass
+
+    with ThreadPoolExecutor(1) as pool, Ledger(storage).turn("cost table", said.append, is_timed=True):
+        computed = pool.submit(compute)
+        while not said:
+            time.sleep(0.01)
+        time.sleep(0.2)
+    computed.result()
+    assert said == ["traces: waiting for other workers of this host, because what is timed runs alone"]
+    assert clock.deadline >= before + 0.2
 
 
 @pytest.mark.nightly

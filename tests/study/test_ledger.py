@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import select
 import signal
 import socket
 import subprocess
@@ -41,6 +42,17 @@ def unit(number):
 ledger = Ledger(Path(storage) if "://" not in storage else storage)
 print("ready", flush=True)
 ledger.work("squares", {f"unit-{number}": unit(number) for number in range(count)})
+"""
+
+# A worker process: writes what happens to its stage to its output, and ends the stage when its input ends.
+TURN = """
+import sys
+from autotune.study.ledger import Ledger
+storage, stage = sys.argv[1:]
+
+with Ledger(storage).turn(stage, lambda text: print("waits", flush=True), is_timed=stage == "timed"):
+    print("begins", flush=True)
+    sys.stdin.read()
 """
 
 
@@ -178,6 +190,64 @@ def test_no_unit_is_begun_that_would_end_after_the_deadline(tmp_path: Path, monk
     assert ledger.work("other", {"f": unit(1.0)}, deadline=50.0) == {"f": {"ended": 42.0}}
     assert len(ledger.work("long", {str(n): unit(1.0) for n in range(4)}, deadline=80.0)) == 4
     assert ledger.work("long", {"e": unit(1.0)}, deadline=50.0) == {"e": {"ended": 47.0}}, "20 s are long ago"
+
+
+class Stage:
+    """A stage in a process of its own."""
+
+    def __init__(self, storage: str, stage: str) -> None:
+        command = [sys.executable, "-c", TURN, storage, stage]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def event(self) -> str:
+        """The next event, which has happened or will."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def has_event(self, within_s: float) -> bool:
+        return select.select([self.process.stdout], [], [], within_s)[0] != []
+
+    def end(self, *, is_killed: bool = False) -> None:
+        if is_killed:
+            self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def urls(storage: str | Path) -> tuple[str, str]:
+    """Of one storage, with and without a password where it has users."""
+    return (f"sqlite:///{storage}",) * 2 if isinstance(storage, Path) else (storage, f"{storage}&password=secret")
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_worker_that_is_timed_runs_alone_on_its_host(urls: tuple[str, str], is_killed: bool) -> None:
+    """Stages that compute run together, but not past a timed one that waits; an ended or killed one is not waited
+    for.
+    """
+    first, second = (Stage(url, "traces") for url in urls)
+    assert (first.event(), second.event()) == ("begins", "begins")
+    timed = Stage(urls[0], "timed")
+    assert timed.event() == "waits"
+    late = Stage(urls[1], "traces")
+    assert late.event() == "waits", "the timed stage has come before"
+    first.end(is_killed=is_killed)
+    assert not timed.has_event(0.2)
+    second.end(is_killed=is_killed)
+    assert timed.event() == "begins" and not late.has_event(0.2)
+    timed.end(is_killed=is_killed)
+    assert late.event() == "begins"
+    late.end()
+
+
+def test_storages_and_folders_have_turns_of_their_own(tmp_path: Path) -> None:
+    """A folder's ledger has none."""
+    timed = Stage(f"sqlite:///{tmp_path / 'a'}", "timed")
+    assert timed.event() == "begins"
+    said: list[str] = []
+    for storage in (f"sqlite:///{tmp_path / 'b'}", tmp_path / "a"):
+        with Ledger(storage).turn("timed", said.append, is_timed=True):
+            assert said == []
+    timed.end()
 
 
 def test_storage_that_does_not_answer_is_one_clear_line() -> None:
