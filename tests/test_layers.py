@@ -55,7 +55,6 @@ TORCH_FREE = (
     "evaluation.race",
     "evaluation.runner",
     "evaluation.bench",
-    "evaluation.bench_settings",
     "evaluation.bench_tables",
     "evaluation.summary",
     "engines",
