@@ -48,7 +48,6 @@ TORCH_FREE = (
     "cost.surface",
     "cost.table",
     "doctor.diagnosis",
-    "doctor.findings",
     "documents",
     "errors",
     "evaluation.arms",

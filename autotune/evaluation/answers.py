@@ -9,7 +9,7 @@ from typing import Any
 from transformers import TextStreamer
 
 from autotune.console import Console
-from autotune.evaluation.perplexity import quality
+from autotune.evaluation.divergence import quality
 from autotune.modeling.loading import Dtype
 from autotune.runtime.load import load
 from autotune.workloads.conversations import Conversations

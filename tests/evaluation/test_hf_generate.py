@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from autotune.evaluation import hf_generate as module
-from autotune.evaluation.hf_generate import hf_generate
+from autotune.evaluation.runtime_arms import hf_generate
 from autotune.modeling import vision_timing
 from tests.modeling.abacus import Abacus
 from tests.tiny_models import Inputs, Pair

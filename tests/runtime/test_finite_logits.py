@@ -11,8 +11,8 @@ from transformers import TopPLogitsWarper
 
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
-from autotune.evaluation.hf_generate import hf_generate
-from autotune.evaluation.perplexity import answer_logits
+from autotune.evaluation.divergence import answer_logits
+from autotune.evaluation.runtime_arms import hf_generate
 from autotune.modeling.step import NOT_FINITE
 from autotune.modeling.target import Target
 from autotune.runtime.answer_batch import drawn_tokens
