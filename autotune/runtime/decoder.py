@@ -119,11 +119,11 @@ class Decoder:
             report: called as report(done, total).
         """
         if self.mode not in CAPTURED:
-            return Preparation(0, 0, 0.0)
+            return Preparation(0, 0)
         memory, num_tokens = graph_memory(self.target.device), min(context_tokens, self.target.max_context)
         most, num_dropped = self._prepared.get(tuple(sampled), (0, 0))
         if num_tokens <= most and num_dropped == memory.num_dropped:
-            return Preparation(0, memory.memory_bytes, 0.0)
+            return Preparation(0, memory.memory_bytes)
         capacity = num_tokens + max(TREE_SLOTS, self._largest_tree)  # one for all decoders that share the models
         done = prepare(self.target, self.point, self.rounds, capacity, sampled, report)
         self._prepared[tuple(sampled)] = num_tokens, memory.num_dropped

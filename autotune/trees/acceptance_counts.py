@@ -32,10 +32,6 @@ class AcceptanceCounts:
         self.by_depth += other.by_depth
         self.by_rank += other.by_rank
 
-    @property
-    def is_empty(self) -> bool:
-        return not self.by_depth.any()
-
     @classmethod
     def from_json(cls, counts: Rows) -> AcceptanceCounts:
         """The inverse of ``to_json``; a table that is missing counts nothing."""
