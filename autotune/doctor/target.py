@@ -100,13 +100,13 @@ def audit_near_ties(target: Target, inputs: Sequence[dict[str, Any]], num_tokens
         audits.append((alone[1:].float(), answer_logits(target, prompt, tokens)[1:].float()))
     alone, together = (torch.cat(logits) for logits in zip(*audits, strict=True))
     allowed_noise = allowed * float(alone.std())
-    found = flips(alone, together, allowed_noise)
+    flipped = flips(alone, together, allowed_noise)
     return NearTies(
         num_tokens=len(alone),
-        num_flips=len(found),
-        num_unexplained=sum(not flip.is_near_tie for flip in found),
+        num_flips=len(flipped),
+        num_unexplained=sum(not flip.is_near_tie for flip in flipped),
         noise=largest_difference(alone, together),
-        example=str(min(found, key=lambda flip: flip.is_near_tie)) if found else "",
+        example=str(min(flipped, key=lambda flip: flip.is_near_tie)) if flipped else "",
     )
 
 

@@ -204,8 +204,8 @@ def check_tokens(model: Any, inputs: Mapping[str, Any]) -> None:
     tokens, size = inputs["input_ids"], len(model.get_input_embeddings().weight)
     unknown = ((tokens < 0) | (tokens >= size)) & ~visual_tokens(model.config, tokens)
     if bool(unknown.any()):
-        found = int(tokens[unknown][0])
-        raise UserError(f"tokens of a prompt are from 0 to {size - 1}; got {found}; use the target's own tokenizer")
+        first = int(tokens[unknown][0])
+        raise UserError(f"tokens of a prompt are from 0 to {size - 1}; got {first}; use the target's own tokenizer")
     positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
     if positions is not None and getattr(positions, "ndim", 0) < 3:
         mask = torch.ones_like(tokens) if mask is None else mask  # generate leaves one out that shows all

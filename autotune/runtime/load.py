@@ -111,7 +111,7 @@ def decoder_for(
     return configured_decoder(
         target,
         draft,
-        configuration_of(profile.point),
+        configuration_of(profile.point) or Configuration(tree={"policy": "chain"}),
         capture_sizes=profile.capture_sizes if mode == profile.mode else (),
         mode=mode,
         threads=profile.threads if is_tuned_here else None,
@@ -121,12 +121,10 @@ def decoder_for(
     )
 
 
-def configured_decoder(target: Target, draft: Any, configuration: Configuration | None, **options: Any) -> Decoder:
-    """A decoder with the tree, the visual tokens and the verification of a configuration; without one it decodes
-    plainly. ``options`` are other arguments of ``Decoder``.
+def configured_decoder(target: Target, draft: Any, configuration: Configuration, **options: Any) -> Decoder:
+    """A decoder with the tree, the visual tokens and the verification of a configuration. ``options`` are other
+    arguments of ``Decoder``.
     """
-    if configuration is None:
-        return Decoder(target, **options)
     return Decoder(
         target,
         draft,

@@ -99,14 +99,14 @@ def prepare(
 def _jobs(target: Target, point: LoadedPoint, capture_sizes: Sequence[int], sampled: Sequence[bool]) -> Iterator[Job]:
     """The forward passes of requests that a point decodes."""
     draft, policy = point.draft, point.policy
-    own_layers = () if draft is None else draft.aux_layers
+    draft_layers = () if draft is None else draft.aux_layers
     if draft is None or point.fallback.price is not None:
-        for layers in {(), own_layers}:  # where the fallback leaves out the draft, a request needs no features
+        for layers in {(), draft_layers}:  # where the fallback leaves out the draft, a request needs no features
             yield partial(_target_step, target, layers, 1)
     if draft is None:
         return
     for size in _sizes(policy.max_nodes + 1, capture_sizes):
-        yield partial(_target_step, target, own_layers, size)
+        yield partial(_target_step, target, draft_layers, size)
     if (cached := as_cached(draft)) is None:
         return
     levels = _sizes(min(policy.max_width, MAX_LEVEL_STEP), capture_sizes)

@@ -42,15 +42,11 @@ class AcceptanceCounts:
         return parsed
 
     def to_json(self) -> Rows:
-        return {name: table[: _num_used(table)].tolist() for name, table in self._tables().items()}
+        tables = self._tables().items()
+        return {name: table[: 1 + max(np.flatnonzero(table[:, 0]), default=-1)].tolist() for name, table in tables}
 
     def _tables(self) -> dict[Literal["by_depth", "by_rank"], Ints]:
         return {"by_depth": self.by_depth[1:], "by_rank": self.by_rank}
-
-
-def _num_used(table: Ints) -> int:
-    rows = np.flatnonzero(table[:, 0])
-    return int(rows[-1]) + 1 if len(rows) else 0
 
 
 @compiled

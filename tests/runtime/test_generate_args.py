@@ -407,7 +407,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"past_key_values": 5}, "generate refuses the call|decoding in rounds has no past_key_values"),
     ({"eos_token_id": "x"}, "generate refuses the call"),
     ({"eos_token_id": float("nan")}, "generate refuses the call: value cannot be converted"),
-    ({"streamer": 5}, "a streamer has put and end; got 5"),
     ({"input_ids": [[1, 2]]}, r"input_ids are integers \[prompts, tokens\], at least one of each; got list"),
     ({"input_ids": IDS[:0], "attention_mask": MASK[:0]}, r"got torch.int64 \[0, 9\]"),
     ({"input_ids": IDS[:, :0], "attention_mask": MASK[:, :0]}, r"got torch.int64 \[1, 0\]"),
