@@ -14,8 +14,9 @@ Takes seconds.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -25,7 +26,6 @@ from numpy.typing import NDArray
 from autotune.cost.roofline import DatasheetLimits, datasheets, find_limits, operations, step_ms
 from autotune.cost.table import ModelShape
 from autotune.documents.configuration import configuration_of
-from autotune.documents.decoded import length_bands, time_shares
 from autotune.files import write_table
 from autotune.replay.evaluator import Evaluator
 from autotune.replay.reference_replay import ReplayedRound, rounds
@@ -145,6 +145,37 @@ def evaluator_of(sources: Sources) -> Evaluator | None:
         if trace.num_tokens and sources.table.holds(trace.header.draft, trace.header.subnet)
     ]
     return Evaluator(traces, sources.table) if traces else None
+
+
+PARTS = {
+    "target prefill": "target_prefill_ms",
+    "verification": "verify_ms",
+    "draft prefill": "draft_prefill_ms",
+    "draft forward passes": "draft_ms",
+}
+REST = "tree building and the rest"
+
+
+def time_shares(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Share of each part in the time of all runs, prefill included (SAGE, table 6); empty where parts are not
+    measured.
+    """
+    total_ms = sum(run["target_prefill_ms"] + run["decode_ms"] for run in runs)
+    if total_ms == 0 or not any(run["verify_ms"] > 0 for run in runs):
+        return {}
+    shares = {part: float(sum(run[name] for run in runs) / total_ms) for part, name in PARTS.items()}
+    return {**shares, REST: 1.0 - sum(shares.values())}
+
+
+def length_bands(new_tokens: Sequence[int] | NDArray[np.int64]) -> pd.Categorical:
+    """The band of each answer's number of tokens, in order: ``1-16``, ``17-32``, ``33-64``, and so on."""
+    tokens = np.asarray(new_tokens, np.int64)
+    ends = [0, 16]
+    while ends[-1] < tokens.max(initial=0):
+        ends.append(2 * ends[-1])
+    labels = [f"{first + 1}-{last}" for first, last in itertools.pairwise(ends)]
+    numbers = np.maximum(np.searchsorted(ends, tokens) - 1, 0)
+    return pd.Categorical([labels[number] for number in numbers], categories=labels, ordered=True)
 
 
 def gain_by_length(sources: Sources, trace: Trace, prompts: Sequence[int]) -> pd.DataFrame:

@@ -12,7 +12,7 @@ import click
 from autotune.console import Console
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.deployment import RUNTIME
-from autotune.evaluation.bench_settings import BenchArms
+from autotune.evaluation.bench import BenchArms
 from autotune.modeling.loading import Dtype
 from autotune.search.backends import arms_of, restored_backend
 from autotune.workloads.prompt import WorkloadPrompt

@@ -82,7 +82,7 @@ def command(
 
     document = require_profile(profile)  # before numba is imported
 
-    from autotune.evaluation.bench_settings import evaluation_prompts, require_arms
+    from autotune.evaluation.bench import evaluation_prompts, require_arms, run_bench
 
     names = None if arms is None else [name.strip() for name in arms.split(",") if name.strip()]
     require_arms(document, names or ())
@@ -92,7 +92,6 @@ def command(
     from autotune.cli.arms import compared_arms, measured_loads
     from autotune.console import Console
     from autotune.documents.decoded import runs_dataframe
-    from autotune.evaluation.bench import run_bench
     from autotune.files import write_table
 
     console = Console()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from autotune.console import Console
 from autotune.cost.roofline import find_limits
-from autotune.doctor.diagnosis import DeviceFound, Diagnosis
-from autotune.doctor.findings import findings
+from autotune.doctor.diagnosis import DeviceFound, Diagnosis, findings
 from autotune.doctor.target import examine_target
 from autotune.documents.provenance import stamp
 from autotune.machine.contention_monitor import ContentionMonitor
@@ -48,7 +47,7 @@ def examine(
     monitor = ContentionMonitor(chosen)
     with console.stage("copy bandwidth"):
         rate = copy_gb_per_second(chosen)
-    found_target = None
+    examined = None
     if target is not None:
         with console.stage("loading the target"):
             loaded = Target(
@@ -59,34 +58,29 @@ def examine(
             prompts = load_workload(workload, "tune", num_prompts=limit, format=workload_format).first_turns()
             prompts = prompts.readable_by(processor).cut(NUM_PROMPTS, num_tokens)
         model = reference(target, weights=not random_weights)
-        found_target = examine_target(loaded, model, prompts, processor, console, num_tokens=num_tokens)
+        examined = examine_target(loaded, model, prompts, processor, console, num_tokens=num_tokens)
     contention = monitor.contention()
     diagnosis = Diagnosis(
         provenance=stamp(contention),
-        devices=find_devices(),
+        devices=tuple(map(find_device, local_devices())),
         device=chosen,
         copy_gb_per_second=rate,
         contention=contention,
-        target=found_target,
+        target=examined,
     )
-    found = findings(diagnosis)
-    defects = (*filter(None, [fault]), *(finding.text for finding in found if finding.is_defect))
-    notes = tuple(finding.text for finding in found if not finding.is_defect)
+    sentences = findings(diagnosis)
+    defects = (*filter(None, [fault]), *(sentence.text for sentence in sentences if sentence.is_defect))
+    notes = tuple(sentence.text for sentence in sentences if not sentence.is_defect)
     return diagnosis.model_copy(update={"defects": defects, "notes": notes})
 
 
-def find_devices() -> tuple[DeviceFound, ...]:
-    """All devices of this machine, the CPU first."""
-    found = []
-    for device in local_devices():
-        here = fingerprint(device)
-        limits = find_limits(here.name)
-        found.append(
-            DeviceFound(
-                device=device,
-                fingerprint=here,
-                free_bytes=free_memory(device),
-                datasheet_gb_per_second=None if limits is None else limits.memory_gb_per_second,
-            )
-        )
-    return tuple(found)
+def find_device(device: str) -> DeviceFound:
+    """A device of this machine."""
+    here = fingerprint(device)
+    limits = find_limits(here.name)
+    return DeviceFound(
+        device=device,
+        fingerprint=here,
+        free_bytes=free_memory(device),
+        datasheet_gb_per_second=None if limits is None else limits.memory_gb_per_second,
+    )

@@ -4,19 +4,22 @@ passes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from autotune.console import Console
-from autotune.doctor.attention import attention_uses
-from autotune.doctor.diagnosis import NearTies, StepTimes, TargetFound, TreeCheck
+from autotune.doctor.diagnosis import AttentionUse, NearTies, StepTimes, TargetFound, TreeCheck
 from autotune.documents.execution import AUTO, CUDA_GRAPH, EAGER, capture_sizes_for
 from autotune.documents.provenance import ModelReference
 from autotune.drafters.checkpoint import load_draft
-from autotune.evaluation.perplexity import answer_logits
+from autotune.evaluation.divergence import answer_logits
 from autotune.machine.device import multiplies_bfloat16
 from autotune.measuring.jobs import plain_steps_ms
 from autotune.measuring.settings import CostSettings
@@ -25,7 +28,9 @@ from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.host import now_ms
 from autotune.modeling.loading import RETRIEVAL
 from autotune.modeling.near_ties import flips, largest_difference
+from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.self_check import allowed_difference, compare_tree_decoding
+from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.modeling.tree_attention import why_no_triton
 from autotune.runtime.preparation import decoding_mode
@@ -95,13 +100,13 @@ def audit_near_ties(target: Target, inputs: Sequence[dict[str, Any]], num_tokens
         audits.append((alone[1:].float(), answer_logits(target, prompt, tokens)[1:].float()))
     alone, together = (torch.cat(logits) for logits in zip(*audits, strict=True))
     allowed_noise = allowed * float(alone.std())
-    found = flips(alone, together, allowed_noise)
+    flipped = flips(alone, together, allowed_noise)
     return NearTies(
         num_tokens=len(alone),
-        num_flips=len(found),
-        num_unexplained=sum(not flip.is_near_tie for flip in found),
+        num_flips=len(flipped),
+        num_unexplained=sum(not flip.is_near_tie for flip in flipped),
         noise=largest_difference(alone, together),
-        example=str(min(found, key=lambda flip: flip.is_near_tie)) if found else "",
+        example=str(min(flipped, key=lambda flip: flip.is_near_tie)) if flipped else "",
     )
 
 
@@ -139,3 +144,50 @@ def time_steps(target: Target, mode: str, kv_length: int) -> StepTimes:
         prepared_bytes=max(0, memory.memory_bytes - before),
         why_eager=None if graphs is None else graphs.why_eager,
     )
+
+
+class _Observer(TorchFunctionMode):
+    """Counts calls of scaled dot-product attention in one kind of forward pass, and lets them run."""
+
+    def __init__(self, forward: str) -> None:
+        super().__init__()
+        self.forward = forward
+        self.uses: Counter[AttentionUse] = Counter()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            backend = SDPBackend(torch._fused_sdp_choice(*args, **kwargs)).name.lower()
+            mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+            use = AttentionUse(
+                forward=self.forward,
+                backend=backend,
+                query=tuple(args[0].shape),
+                key=tuple(args[1].shape),
+                has_mask=mask is not None,
+                num_layers=1,
+            )
+            self.uses[use] += 1
+        return func(*args, **kwargs)
+
+
+@torch.inference_mode()
+def attention_uses(target: Target, prompt: EncodedPrompt, num_tokens: int) -> tuple[AttentionUse, ...]:
+    """The kernels of a prefill, a plain step, and a verification of ``num_tokens`` tokens; empty if the model attends
+    by code of its own.
+    """
+    target.reserve(len(prompt) + 1 + num_tokens)
+    tokens = np.resize(prompt.tokens.cpu().numpy(), num_tokens)
+    forwards: dict[str, Callable[[], Any]] = {
+        "prefill": lambda: target.prefill(prompt),
+        "plain step": lambda: target.step(int(tokens[0])),
+        "verification": lambda: target.forward(Step.causal(tokens, target.mask_value)),
+    }
+    uses: list[AttentionUse] = []
+    for name, run in forwards.items():
+        with _Observer(name) as observer:
+            run()
+        uses += [use.model_copy(update={"num_layers": count}) for use, count in observer.uses.items()]
+    return tuple(uses)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from pydantic import Field
 
 from autotune.files import Document
 from autotune.trees.acceptance_counts import AcceptanceCounts, Rows
-from autotune.trees.limits import Ints
 
 if TYPE_CHECKING:
-    from pandas import Categorical, DataFrame
+    from pandas import DataFrame
 
 
 NESTED = ("arm", "acceptance_counts", "tokens")  # of a run's JSON, not columns of a table
@@ -97,7 +94,7 @@ def tokens_key(tokens: Sequence[int]) -> str:
 
 
 def runs_dataframe(runs: Mapping[str, Sequence[Decoded | Mapping[str, Any]]]) -> DataFrame:
-    """A row for every run: arm, prompt, task, counts, times in milliseconds, and the band of the answer's length.
+    """A row for every run: arm, prompt, task, counts and times in milliseconds.
 
     ``rest_ms`` is the decoding time outside the models; NaN where times inside the models are not measured.
 
@@ -117,39 +114,4 @@ def runs_dataframe(runs: Mapping[str, Sequence[Decoded | Mapping[str, Any]]]) ->
     if len(frame):
         inside_ms = frame.draft_prefill_ms + frame.draft_ms + frame.verify_ms
         frame["rest_ms"] = (frame.decode_ms - inside_ms).where(frame.verify_ms > 0)
-        frame["length"] = length_bands(frame.new_tokens.to_numpy()).astype(str)
     return frame
-
-
-PARTS = {
-    "target prefill": "target_prefill_ms",
-    "verification": "verify_ms",
-    "draft prefill": "draft_prefill_ms",
-    "draft forward passes": "draft_ms",
-}
-REST = "tree building and the rest"
-
-
-def time_shares(runs: Sequence[Decoded | Mapping[str, Any]]) -> dict[str, float]:
-    """Share of each part in the time of all runs, prefill included (SAGE, table 6); empty where parts are not
-    measured.
-    """
-    rows = [run.model_dump() if isinstance(run, Decoded) else run for run in runs]
-    total_ms = sum(row["target_prefill_ms"] + row["decode_ms"] for row in rows)
-    if total_ms == 0 or not any(row["verify_ms"] > 0 for row in rows):
-        return {}
-    shares = {part: float(sum(row[name] for row in rows) / total_ms) for part, name in PARTS.items()}
-    return {**shares, REST: 1.0 - sum(shares.values())}
-
-
-def length_bands(new_tokens: Sequence[int] | Ints) -> Categorical:
-    """The band of each answer's number of tokens, in order: ``1-16``, ``17-32``, ``33-64``, and so on."""
-    import pandas as pd
-
-    tokens = np.asarray(new_tokens, np.int64)
-    ends = [0, 16]
-    while ends[-1] < tokens.max(initial=0):
-        ends.append(2 * ends[-1])
-    labels = [f"{first + 1}-{last}" for first, last in itertools.pairwise(ends)]
-    numbers = np.maximum(np.searchsorted(ends, tokens) - 1, 0)
-    return pd.Categorical([labels[number] for number in numbers], categories=labels, ordered=True)

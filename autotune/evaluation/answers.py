@@ -9,23 +9,12 @@ from typing import Any
 from transformers import TextStreamer
 
 from autotune.console import Console
-from autotune.evaluation.perplexity import quality
+from autotune.evaluation.divergence import quality
 from autotune.modeling.loading import Dtype
 from autotune.runtime.load import load
 from autotune.workloads.conversations import Conversations
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload
-
-
-class _AnswerStreamer(TextStreamer):
-    """Prints an answer while it is decoded, without the whitespace before it."""
-
-    _has_text = False
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        text = text if self._has_text else text.lstrip()
-        self._has_text |= bool(text)
-        super().on_finalized_text(text, stream_end)
 
 
 def _not_in_order(prompts: Sequence[WorkloadPrompt]) -> list[list[int]]:
@@ -53,7 +42,7 @@ def answer_prompts(
     for prompt in map(conversations.follow, prompts):
         inputs = prompt.inputs(decoder.processor, decoder.target.device)
         tokenizer = getattr(decoder.processor, "tokenizer", decoder.processor)
-        streamer = _AnswerStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if prints else None
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if prints else None
         output = decoder.generate(**inputs, **prompt.settings.generation, streamer=streamer)
         stats = output.stats
         tokens = output.sequences[0, stats.prompt_tokens :]

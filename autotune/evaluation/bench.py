@@ -2,36 +2,74 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
-from dataclasses import asdict
-from statistics import geometric_mean
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from autotune.console import Console
-from autotune.documents.decoded import Decoded, length_bands, time_shares
+from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile
 from autotune.documents.deployment import RUNTIME
 from autotune.documents.provenance import stamp
-from autotune.documents.table import Table
-from autotune.errors import UserError
-from autotune.evaluation.bench_settings import BenchArms
-from autotune.evaluation.bench_tables import (
-    arms_table,
-    benchmark_results,
-    gains_by,
-    gains_table,
-    is_lossy_arm,
-    pool_counts,
-)
-from autotune.evaluation.race import Everyone, race
+from autotune.documents.published_defaults import ARM_NAMES
+from autotune.errors import UserError, nearest
+from autotune.evaluation.arms import Arm
+from autotune.evaluation.bench_tables import arms_table, benchmark_results, gains_by_task, gains_table
+from autotune.evaluation.race import Everyone, Race, race
 from autotune.evaluation.runner import SLOW_FORWARD, SLOW_PREFILL, ArmRunner
 from autotune.evaluation.summary import summarize
 from autotune.machine.contention_monitor import ContentionMonitor, wait_until_idle
 from autotune.machine.device import fingerprint
 from autotune.replay.degenerate_answers import degenerate_answers
-from autotune.workloads.formats import OWN
-from autotune.workloads.workload import Workload
+from autotune.workloads.chat import Variables
+from autotune.workloads.formats import OWN, Format
+from autotune.workloads.workload import Workload, load_workload
+
+
+@dataclass
+class BenchArms:
+    """The arms of a bench, plain decoding first, and the prompts that they decode."""
+
+    arms: list[Arm]
+    prompts: Workload
+    unavailable: dict[str, str] = field(default_factory=dict)
+    """Why other arms cannot run, by name."""
+
+
+def evaluation_prompts(
+    workload: str,
+    *,
+    workload_format: Format | None = None,
+    num_prompts: int = 32,
+    is_whole: bool = False,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+    chat_template_kwargs: Variables | None = None,
+) -> Workload:
+    """Load the prompts of a workload that are decoded.
+
+    Args:
+        workload: name or file.
+        workload_format: of the file; None finds it out.
+        is_whole: load the prompts of both splits.
+        max_new_tokens: limit of all answers; None: each prompt's own.
+        temperature: of all prompts; None: each prompt's own.
+        chat_template_kwargs: variables of the chat template that the prompts do not set.
+    """
+    loaded = load_workload(
+        workload, "evaluate", num_prompts=num_prompts, format=workload_format, is_whole=is_whole
+    ).cut(num_prompts, max_new_tokens)
+    loaded = loaded.with_variables(chat_template_kwargs)
+    return loaded if temperature is None else loaded.sampled(temperature)
+
+
+def require_arms(profile: DecodingProfile, names: Sequence[str]) -> None:
+    """Refuse names of arms that a profile's backend does not have."""
+    of_engine = tuple(filter(None, (AR, profile.evidence.best_default, TUNED)))
+    known = ARM_NAMES if profile.backend == RUNTIME else of_engine
+    for name in names:
+        if name not in known:
+            raise UserError(f"--arms {name}: no such arm of {profile.backend}; {nearest(name, known)}")
 
 
 def run_bench(
@@ -54,20 +92,14 @@ def run_bench(
         UserError: plain decoding or the profile cannot go on.
     """
     for reason in dict.fromkeys(chosen.unavailable.values()):
-        names = [name for name, own in chosen.unavailable.items() if own == reason]
+        names = [name for name, reason_of_arm in chosen.unavailable.items() if reason_of_arm == reason]
         console.say(f"left out: {', '.join(names)}: {reason}")
-    for name, note in chosen.notes.items():
-        console.say(f"{name}: {note}")
     if wait_until_idle_s is not None:
         wait_until_idle(wait_until_idle_s, device, console)
     runner, monitor, prompts = ArmRunner(), ContentionMonitor(device), chosen.prompts
     with console.stage("bench", len(prompts.prompts)) as update:
         raced = race(runner, chosen.arms, prompts.prompts, Everyone(), seed=seed, report=update)
-    for name, reason in raced.failed.items():
-        if name in (AR, TUNED):
-            raise UserError(f"{name}: {reason}")
-        console.say(f"left out: {name}: {reason}")
-        del raced.runs[name]
+    runs = _whole_runs(raced, console)
     contention = monitor.contention()
     console.say(contention.describe("while runs were timed"))
     if runner.num_repeated:
@@ -76,15 +108,10 @@ def run_bench(
             f"median, a forward {SLOW_FORWARD:g} times the shortest, or a forward pass was captured"
         )
     limits = [prompt.settings.max_new_tokens for prompt in prompts.prompts]
-    degenerate = degenerate_answers([run.tokens for run in raced.runs[AR]], limits)
-    if degenerate is not None:
+    if (degenerate := degenerate_answers([run.tokens for run in runs[AR]], limits)) is not None:
         console.say(degenerate)
-    runs = raced.runs
     if profile.backend != RUNTIME:
         runs = {name: [run.in_passes for run in of_arm] for name, of_arm in runs.items()}
-    results = BenchResults(runs, prompts, seed)
-    for table in results.tables():
-        console.show(table)
     return {
         "provenance": stamp(contention).model_dump(mode="json"),
         "hardware": fingerprint(device).model_dump(mode="json"),
@@ -92,62 +119,46 @@ def run_bench(
         "workload_sha256": prompts.sha256,
         "seed": seed,
         "unavailable": chosen.unavailable | raced.failed,
-        "notes": chosen.notes,
         "repeated_runs": runner.num_repeated,
         "degenerate_answers": degenerate,
-        **results.to_json(),
+        **results(runs, prompts, console, seed),
     }
 
 
-class BenchResults:
-    """Tables that sum up the runs of a bench."""
+def _whole_runs(raced: Race, console: Console) -> dict[str, list[Decoded]]:
+    """The runs of all arms that have decoded every prompt."""
+    for name, reason in raced.failed.items():
+        if name in (AR, TUNED):
+            raise UserError(f"{name}: {reason}")
+        console.say(f"left out: {name}: {reason}")
+    return {name: runs for name, runs in raced.runs.items() if name not in raced.failed}
 
-    def __init__(self, runs: Mapping[str, list[Decoded]], prompts: Workload, seed: int) -> None:
-        """``runs`` by arm are of these prompts in their order, and include plain decoding; ``seed``: of bootstrap
-        intervals. Tasks are those of the prompts: not every arm repeats them.
-        """
-        tasks = [prompt.settings.task for prompt in prompts.prompts]
-        self.format = prompts.format
-        self.runs = {
-            name: [run.model_copy(update={"task": task}) for run, task in zip(of_arm, tasks, strict=True)]
+
+def results(runs: Mapping[str, Sequence[Decoded]], prompts: Workload, console: Console, seed: int) -> dict[str, Any]:
+    """Print what the runs of a bench add up to; returns it as JSON.
+
+    Args:
+        runs: of the prompts in their order, by arm; plain decoding is among them.
+    """
+    summaries = [summarize(name, of_arm, runs[AR], seed=seed) for name, of_arm in runs.items()]
+    by_task = gains_by_task(runs, prompts.prompts)
+    benchmark = benchmark_results(runs, prompts.prompts)
+    console.show(arms_table(summaries))
+    console.show(gains_table("Speedup over ar and M by task", by_task, "tokens_per_round"))
+    if prompts.format != OWN:
+        title = f"{prompts.format}: speedup over ar, prefill included, and mean accepted tokens"
+        console.show(gains_table(title, benchmark, "mean_accepted_tokens"))
+    return {
+        "arms": [asdict(summary) for summary in summaries],
+        "speedup_by_task": {
+            name: {row["task"]: row["speedup"] for row in by_task if row["arm"] == name} for name in runs
+        },
+        "benchmark_results": benchmark,
+        "runs": {
+            name: [
+                run.model_dump(mode="json", exclude={"tokens"}) | {"task": prompt.settings.task}
+                for run, prompt in zip(of_arm, prompts.prompts, strict=True)
+            ]
             for name, of_arm in runs.items()
-        }
-        self.summaries = [summarize(name, of_arm, runs[AR], seed=seed) for name, of_arm in runs.items()]
-        self.by_task = gains_by("task", tasks, self.runs)
-        lengths = length_bands([run.new_tokens for run in runs[AR]])
-        by_length = gains_by("length", list(lengths), self.runs)
-        self.by_length = sorted(by_length, key=lambda row: list(lengths.categories).index(row["length"]))
-        self.benchmark = benchmark_results(self.runs, prompts.prompts)
-        self.time_shares = {name: shares for name, of_arm in runs.items() if (shares := time_shares(of_arm))}
-        self.counts = {name: pool_counts(of_arm) for name, of_arm in runs.items()}
-
-    def tables(self) -> list[Table]:
-        """Arms, and their speedups by task and by the length of the answers of plain decoding, if there are several."""
-        title = "{}: speedup over ar, prefill included, and mean accepted tokens"
-        tables = [
-            arms_table(self.summaries),
-            gains_table("Speedup over ar and M by task", self.by_task, "task", "tokens_per_round"),
-            gains_table(title.format(self.format), self.benchmark, "task", "mean_accepted_tokens"),
-            gains_table("Speedup over ar and M by tokens of ar's answer", self.by_length, "length", "tokens_per_round"),
-        ]
-        is_shown = (True, True, self.format != OWN, len({row["length"] for row in self.by_length}) > 1)
-        return list(itertools.compress(tables, is_shown))
-
-    def to_json(self) -> dict[str, Any]:
-        by_task: dict[str, dict[str, float]] = {name: {} for name in self.runs}
-        for row in self.by_task:
-            by_task[row["arm"]][row["task"]] = row["speedup"]
-        return {
-            "arms": [asdict(summary) for summary in self.summaries],
-            "lossy_arms": [summary.name for summary in self.summaries if is_lossy_arm(summary.name)],
-            "speedup_by_task": by_task,
-            "speedup_geomean": {arm: geometric_mean(speedups.values()) for arm, speedups in by_task.items()},
-            "benchmark_results": self.benchmark,
-            "by_length": self.by_length,
-            "time_shares": self.time_shares,
-            "acceptance_counts": {name: count.to_json() for name, count in self.counts.items() if not count.is_empty},
-            "runs": {
-                name: [run.model_dump(mode="json", exclude={"tokens"}) for run in of_arm]
-                for name, of_arm in self.runs.items()
-            },
-        }
+        },
+    }

@@ -9,13 +9,11 @@ from typing import Any
 
 from autotune.console import Console
 from autotune.documents.decoding_profile import AR, HF, TUNED
-from autotune.documents.execution import EAGER
 from autotune.documents.published_defaults import COMPARED, HF_ASSISTED, NAMED, PROMPT_LOOKUP
 from autotune.drafters.checkpoint import load_draft
 from autotune.errors import UserError
 from autotune.evaluation.arms import Arm
-from autotune.evaluation.bench_settings import BenchArms
-from autotune.evaluation.bench_tables import is_lossy_arm
+from autotune.evaluation.bench import BenchArms
 from autotune.evaluation.runtime_arms import DecoderArm, HuggingFaceArm, RuntimeArms
 from autotune.modeling.loading import Dtype
 from autotune.runtime.load import load
@@ -75,10 +73,14 @@ def runtime_arms(
     """
     decoder = load(profile, device=device, dtype=dtype, context_tokens=0, console=console)  # warm-ups capture
     prompts = prompts.fitting(decoder.processor, decoder.target.max_context, console.say)
-    own_draft = None if draft is None else load_draft(draft, decoder.target)
+    given_draft = None if draft is None else load_draft(draft, decoder.target)
     assert decoder.profile is not None
-    is_lossy = any(map(is_lossy_arm, names or ())) or not decoder.profile.point.lossless
-    draft_of = None if own_draft is None else lambda configuration: own_draft
+    verifications = [
+        decoder.profile.point.verification,
+        *(NAMED[name].verification for name in names or () if name in NAMED),
+    ]
+    is_lossy = not all(verification.is_lossless for verification in verifications)
+    draft_of = None if given_draft is None else lambda configuration: given_draft
     makes = RuntimeArms(decoder, with_perplexity=is_lossy, draft_of=draft_of)
     chosen = choose_arms((AR, *(COMPARED if names is None else names)), makes, prompts)
     if decoder.draft is not None:
@@ -88,16 +90,12 @@ def runtime_arms(
 
 def choose_arms(names: Sequence[str], arms: RuntimeArms, prompts: Workload) -> BenchArms:
     """The arms of these names that can run, each once, in this order."""
-    chosen, mode = BenchArms([], prompts), arms.decoder.mode
+    chosen = BenchArms([], prompts)
     for name in dict.fromkeys(names):
         try:
             chosen.arms.append(ARMS[name](arms))
         except UserError as error:
             chosen.unavailable[name] = str(error)
-    if HF in names and mode != EAGER:
-        chosen.notes[HF] = (
-            f"generate runs eagerly, so that gains over it include that of mode {mode}; over {AR}, they do not"
-        )
     return chosen
 
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from autotune.documents.decoded import Decoded
-from autotune.documents.decoding_profile import AR, TUNED
-from autotune.documents.decoding_profile import ARM_NOTES as ARM_NOTES
-from autotune.documents.published_defaults import NAMED
+from autotune.documents.decoding_profile import AR, ARM_NOTES, TUNED
 from autotune.documents.table import Table, number, percent, times, with_interval
 from autotune.evaluation.summary import Summary, decoded_pairs, speedup
-from autotune.trees.acceptance_counts import AcceptanceCounts
 from autotune.workloads.prompt import WorkloadPrompt
 
 ARM_COLUMNS: dict[str, Callable[[Summary], str]] = {
@@ -29,40 +26,33 @@ QUALITY = ("perplexity", "agreement")  # columns of comparisons with lossy arms
 OVERALL = "overall"
 
 
-def is_lossy_arm(name: str) -> bool:
-    """Whether the arm's output is not the target's own."""
-    return name in NAMED and not NAMED[name].verification.is_lossless
-
-
-def gains_by(column: str, groups: Sequence[str], runs: dict[str, list[Decoded]]) -> list[dict[str, Any]]:
-    """Speedup over ``ar`` and tokens per round of each arm in each group of prompts, such as a task.
+def gains_by_task(runs: Mapping[str, Sequence[Decoded]], prompts: Sequence[WorkloadPrompt]) -> list[dict[str, Any]]:
+    """Speedup over ``ar`` and tokens per round of each arm in each task.
 
     Times and tokens are summed over prompts before they are divided; prompts in which nothing was decoded do not count.
-
-    Args:
-        column: name of the group in the rows.
-        groups: the group of each prompt.
+    Tasks are those of the prompts: not every arm repeats them.
 
     Returns:
-        Rows ``arm``, ``column``, ``prompts``, ``speedup``, ``tokens_per_round``, which is None without rounds.
+        Rows ``arm``, ``task``, ``prompts``, ``speedup``, ``tokens_per_round``, which is None without rounds.
     """
+    tasks = [prompt.settings.task for prompt in prompts]
     rows = []
-    for group in dict.fromkeys(groups):
-        is_in_group = [other == group for other in groups]
-        plain = list(itertools.compress(runs[AR], is_in_group))
+    for task in dict.fromkeys(tasks):
+        is_of_task = [other == task for other in tasks]
+        plain = list(itertools.compress(runs[AR], is_of_task))
         for arm, of_arm in runs.items():
-            chosen = list(itertools.compress(of_arm, is_in_group))
+            chosen = list(itertools.compress(of_arm, is_of_task))
             tokens, rounds = decoded_pairs(chosen, plain)[1], sum(run.rounds for run in chosen)
             if tokens.size:
                 means = {
                     "speedup": speedup(chosen, plain),
                     "tokens_per_round": tokens.sum() / rounds if rounds else None,
                 }
-                rows.append({"arm": arm, column: group, "prompts": len(tokens), **means})
+                rows.append({"arm": arm, "task": task, "prompts": len(tokens), **means})
     return rows
 
 
-def benchmark_results(runs: dict[str, list[Decoded]], prompts: Sequence[WorkloadPrompt]) -> list[dict[str, Any]]:
+def benchmark_results(runs: Mapping[str, Sequence[Decoded]], prompts: Sequence[WorkloadPrompt]) -> list[dict[str, Any]]:
     """Mean accepted tokens and speedup over ``ar`` by task and overall, as Spec-Bench and MMSpec report them.
 
     Mean accepted tokens are the tokens per round of all rounds, including the target's own token; None for an arm
@@ -81,8 +71,8 @@ def benchmark_results(runs: dict[str, list[Decoded]], prompts: Sequence[Workload
         for arm, of_arm in runs.items():
             turns = [
                 (question, run)
-                for question, own, run in zip(questions, tasks, of_arm, strict=True)
-                if task in (own, OVERALL)
+                for question, task_of_run, run in zip(questions, tasks, of_arm, strict=True)
+                if task in (task_of_run, OVERALL)
             ]
             seconds, tokens = defaultdict[int, float](float), Counter[int]()
             for question, run in turns:
@@ -111,25 +101,17 @@ def arms_table(summaries: Sequence[Summary]) -> Table:
     )
 
 
-def gains_table(title: str, rows: Sequence[dict[str, Any]], column: str, tokens: str) -> Table:
-    """A row for each arm, and a column for each task or length: the speedup and, where there are rounds, tokens."""
+def gains_table(title: str, rows: Sequence[dict[str, Any]], tokens: str) -> Table:
+    """A row for each arm, and a column for each task: the speedup and, where there are rounds, tokens."""
     cells = {
-        (row["arm"], row[column]): times(row["speedup"]) + (f", {row[tokens]:.2f}" if row[tokens] else "")
+        (row["arm"], row["task"]): times(row["speedup"]) + (f", {row[tokens]:.2f}" if row[tokens] else "")
         for row in rows
     }
     arms = list(dict.fromkeys(row["arm"] for row in rows))
-    groups = list(dict.fromkeys(row[column] for row in rows))
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
     return Table(
         title,
-        ["arm", *groups],
-        [[arm, *(cells.get((arm, group), "-") for group in groups)] for arm in arms],
+        ["arm", *tasks],
+        [[arm, *(cells.get((arm, task), "-") for task in tasks)] for arm in arms],
         emphasised=arms.index(TUNED) if TUNED in arms else None,
     )
-
-
-def pool_counts(runs: Sequence[Decoded]) -> AcceptanceCounts:
-    """Acceptance counts, summed over runs."""
-    counts = AcceptanceCounts()
-    for run in runs:
-        counts.add(AcceptanceCounts.from_json(run.acceptance_counts))
-    return counts

@@ -1,5 +1,6 @@
-"""The first token at which two decodings of one prompt diverge in reduced precision, and whether rounding explains it
-(``modeling/near_ties.py``). In float32 on the CPU they must not diverge.
+"""Answers by the target's logits: their perplexity, their agreement with plain decoding, and the first token at which
+two decodings of one prompt diverge in reduced precision, and whether rounding explains it (``modeling/near_ties.py``).
+In float32 on the CPU they must not diverge.
 """
 
 from __future__ import annotations
@@ -7,19 +8,71 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from autotune.documents.decoded import Decoded
 from autotune.documents.execution import EAGER
-from autotune.evaluation.perplexity import answer_logits
-from autotune.evaluation.runtime_arms import DecoderArm
 from autotune.modeling.near_ties import Divergence, largest_difference
+from autotune.modeling.step import Step
 from autotune.modeling.target import Target
-from autotune.runtime.token_sampler import TokenSampler
+from autotune.runtime.ownership import Ownership
+from autotune.runtime.token_sampler import TokenSampler, not_finite
+from autotune.trees.limits import MAX_STEP
 from autotune.workloads.prompt import WorkloadPrompt
+
+
+@torch.inference_mode()
+def answer_logits(target: Target, inputs: dict[str, Any], tokens: list[int]) -> Tensor:
+    """The target's logits at each token of an answer, [tokens, vocabulary], computed in forwards of many tokens.
+
+    Raises:
+        UserError: they are not finite.
+    """
+    with Ownership(target):
+        (prompt,) = target.encode(inputs).prompts
+        target.reserve(len(prompt) + len(tokens))
+        target.use_mode(EAGER)  # these sizes are not captured
+        logits = [target.prefill(prompt).logits[None]]
+        for begin in range(0, len(tokens) - 1, MAX_STEP):
+            part = np.array(tokens[begin : min(begin + MAX_STEP, len(tokens) - 1)])
+            logits.append(target.forward(Step.causal(part, target.mask_value)))
+            target.cache.advance(len(part))
+    rows = torch.cat(logits)
+    if (is_bad := ~rows.amax(-1).isfinite()).any():
+        raise not_finite(len(prompt) + int(is_bad.byte().argmax()), rows.dtype)
+    return rows
+
+
+class Quality(NamedTuple):
+    """An answer as the target sees it."""
+
+    perplexity: float
+    """exp of the mean negative log-probability of its tokens (WETAP, eq. 11)."""
+    agreement: float | None
+    """Share of its tokens that plain decoding emits after the tokens before them; None if it must decide them one by
+    one.
+    """
+
+
+def quality(target: Target, inputs: dict[str, Any], tokens: list[int], sampler: TokenSampler | None = None) -> Quality:
+    """Perplexity and agreement of an answer to a request with this ``sampler``, by default greedy."""
+    logits = answer_logits(target, inputs, tokens)
+    logprobs = logits.float().log_softmax(-1)[torch.arange(len(tokens)), torch.tensor(tokens)]
+    perplexity = float((-logprobs.mean()).exp())
+    sampler = sampler or TokenSampler(device=target.device)
+    if sampler.one_by_one:
+        return Quality(perplexity, None)
+    paths = None
+    if sampler.reads_prefix:
+        is_before = torch.tensor(np.tri(len(tokens), k=-1, dtype=np.bool_), device=target.device)
+        paths = torch.where(is_before, torch.tensor(tokens, device=target.device), logits.shape[-1])
+    (prompt,) = target.encode(inputs).prompts
+    expected = sampler.tokens(logits, len(prompt) + np.arange(len(tokens)), paths)
+    return Quality(perplexity, float((expected == np.array(tokens)).mean()))
 
 
 @torch.inference_mode()
@@ -66,7 +119,7 @@ def first_divergence(
 
 
 def divergences_from_plain(
-    arm: DecoderArm,
+    arm: Any,
     prompts: Sequence[WorkloadPrompt],
     runs: Sequence[Decoded],
     plain: Sequence[Decoded],
@@ -75,6 +128,7 @@ def divergences_from_plain(
     """First divergences of an arm from plain decoding by prompt; none of an arm whose verification is lossy.
 
     Args:
+        arm: a ``DecoderArm``.
         prompts: without later turns that are not answered.
         runs: of the arm on the first prompts.
         plain: runs of plain decoding on the same prompts.

@@ -143,8 +143,12 @@ class NotSlower:
         if len(look.running) < 2:
             return over
         base, head = (look.runs[name] for name in look.running)
-        if self.must_agree:
-            _require_equal_answers(base, head)
+        for of_base, of_head in zip(base, head, strict=True):
+            if self.must_agree and of_base.tokens_sha256 != of_head.tokens_sha256:
+                raise NotComparable(
+                    f"{of_base.prompt}: base and head answer differently ({of_base.new_tokens} and {of_head.new_tokens} "
+                    "tokens), so their times are not of the same work; compare sides with the same target and precision"
+                )
         analyses, num_pairs = self.design.analyses, look.num_done
         block_s, self.left_s = self.left_s - look.left_s, look.left_s
         if num_pairs in analyses:
@@ -155,15 +159,6 @@ class NotSlower:
         num_missing = min(number for number in analyses if number > num_pairs) - num_pairs
         self.needed_s = block_s * num_missing / PAIRS_PER_LAUNCH
         return over if self.needed_s > self.left_s else Judgement(look.remaining, look.running)
-
-
-def _require_equal_answers(base: Sequence[Decoded], head: Sequence[Decoded]) -> None:
-    for one, other in zip(base, head, strict=True):
-        if one.tokens_sha256 != other.tokens_sha256:
-            raise NotComparable(
-                f"{one.prompt}: base and head answer differently ({one.new_tokens} and {other.new_tokens} tokens), so their "
-                "times are not of the same work; compare sides with the same target and precision"
-            )
 
 
 def log_ratios(base: Sequence[Decoded], head: Sequence[Decoded]) -> Floats:

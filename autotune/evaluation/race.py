@@ -263,8 +263,8 @@ class Fastest:
         leaders = not_slower(look.runs, compared, pair_risk, self.tolerance)
         remaining = [name for name in leaders if name not in self.defaults]
         waiting = [name for name in look.remaining if name in self.defaults and name not in look.running]
-        own = [name for name in compared if name in self.defaults]
-        defaults = not_slower(look.runs, own, pair_risk, self.tolerance)
+        running_defaults = [name for name in compared if name in self.defaults]
+        defaults = not_slower(look.runs, running_defaults, pair_risk, self.tolerance)
         goes_on = [] if self.ends(leaders) else self._with_time(look, {*remaining, *defaults})
         return Judgement([*remaining, *defaults, *waiting], goes_on)
 

@@ -119,11 +119,11 @@ class Decoder:
             report: called as report(done, total).
         """
         if self.mode not in CAPTURED:
-            return Preparation(0, 0, 0.0)
+            return Preparation(0, 0)
         memory, num_tokens = graph_memory(self.target.device), min(context_tokens, self.target.max_context)
         most, num_dropped = self._prepared.get(tuple(sampled), (0, 0))
         if num_tokens <= most and num_dropped == memory.num_dropped:
-            return Preparation(0, memory.memory_bytes, 0.0)
+            return Preparation(0, memory.memory_bytes)
         capacity = num_tokens + max(TREE_SLOTS, self._largest_tree)  # one for all decoders that share the models
         done = prepare(self.target, self.point, self.rounds, capacity, sampled, report)
         self._prepared[tuple(sampled)] = num_tokens, memory.num_dropped
@@ -263,8 +263,6 @@ class Decoder:
 
     def _generate(self, call: Call, streamer: Any) -> DecodingOutput:
         num_rows = len(call.inputs["input_ids"])
-        if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
-            raise UserError(f"a streamer has put and end; got {streamer!r:.60}; pass one of transformers' streamers")
         if streamer is not None and num_rows > 1:
             raise UserError(f"a streamer reads one prompt; input_ids has {num_rows} rows; stream them one by one")
         with self._own() as ownership:

@@ -151,8 +151,6 @@ def new_request(call: Call, prompt: EncodedPrompt, row: int, target: Target, poi
     Raises:
         UserError: no room for a token, or processors that the point's verification cannot honour.
     """
-    if call.max_new_tokens < 1:
-        raise UserError(f"max_length leaves no room for a token after the prompt's {len(prompt)}; give max_new_tokens")
     if len(prompt) + call.max_new_tokens > target.max_context:
         raise UserError(
             f"prompt and answer must fit the target's context of {target.max_context} tokens; "
@@ -206,8 +204,8 @@ def check_tokens(model: Any, inputs: Mapping[str, Any]) -> None:
     tokens, size = inputs["input_ids"], len(model.get_input_embeddings().weight)
     unknown = ((tokens < 0) | (tokens >= size)) & ~visual_tokens(model.config, tokens)
     if bool(unknown.any()):
-        found = int(tokens[unknown][0])
-        raise UserError(f"tokens of a prompt are from 0 to {size - 1}; got {found}; use the target's own tokenizer")
+        first = int(tokens[unknown][0])
+        raise UserError(f"tokens of a prompt are from 0 to {size - 1}; got {first}; use the target's own tokenizer")
     positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
     if positions is not None and getattr(positions, "ndim", 0) < 3:
         mask = torch.ones_like(tokens) if mask is None else mask  # generate leaves one out that shows all
@@ -228,8 +226,6 @@ def generation_settings(config: Any, arguments: dict[str, Any]) -> dict[str, Any
     if max_new_tokens is None and not {"max_length", "generation_config"} & set(settings):
         max_new_tokens = None if config.max_new_tokens or config.max_length else DEFAULT_MAX_NEW_TOKENS
     if max_new_tokens is not None:
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens must be at least 1; got {max_new_tokens}; set it to 1 or more")
         settings["max_new_tokens"] = max_new_tokens
     check_sampling(1.0 if temperature is None else temperature, top_k or 0, 1.0 if top_p is None else top_p)
     if temperature is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from autotune.console import Console
 from autotune.documents.configuration import Configuration, configuration_of
-from autotune.documents.decoding_profile import DecodingProfile
+from autotune.documents.decoding_profile import DecodingProfile, DraftChoice
 from autotune.documents.execution import AUTO, CAPTURED
 from autotune.documents.provenance import ModelReference
 from autotune.drafters.checkpoint import load_draft
@@ -43,45 +43,50 @@ def load(
         UserError: the profile or its models cannot be read, or ``strict`` is set on another device.
         NotComparable: a model's weights differ from the profile's. Models given by the caller are not hashed.
     """
-    source = "profile" if isinstance(profile, DecodingProfile) else str(profile)
-    document = (
-        profile if isinstance(profile, DecodingProfile) else DecodingProfile.load(Path(source)).located(Path(source))
-    )
-    device_name = choose_device(device) if target is None else str(target.device)
-    hardware = fingerprint(device_name)
-    is_tuned_here = hardware.key == document.hardware.key
-    if not is_tuned_here:
-        message = f"{source}: tuned on {document.hardware.key}, this is {hardware.key}"
-        if strict:
-            raise UserError(f"{message}; run autotune search here, or load without strict=True")
-        warnings.warn(f"{message}; output is the same, the speedup may differ", stacklevel=2)
-
-    def checked_id(named: ModelReference) -> str:
-        with errors_about(source):
-            local = reference(named.id)
-        if named.sha256 and local.sha256 and local.sha256 != named.sha256:
-            raise NotComparable(f"{source}: {named.id} has other weights than the profile's; run autotune search again")
-        return named.id
-
+    if isinstance(profile, DecodingProfile):
+        source, document = "profile", profile
+    else:
+        source, document = str(profile), DecodingProfile.load(Path(profile)).located(Path(profile))
+    here = choose_device(device) if target is None else str(target.device)
+    is_tuned_here = _is_tuned_on(here, document, source, strict=strict)
     if (model := target) is None:
         options: dict[str, Any] = {"dtype": dtype or document.dtype, "console": console}
-        model = load_model(checked_id(document.target), device=device_name, **options)
+        model = load_model(_checked_id(document.target, source), device=here, **options)
     loaded = Target(model)
     if (precision := loaded.text.precision) != document.precision:
         message = f"{source}: tuned in {document.precision}, loaded in {precision}"
         warnings.warn(f"{message}; the speedup may differ", stacklevel=2)
     choice = document.point.draft
-    if choice is None:
-        draft = None
-    elif draft is None:
-        draft = load_draft(checked_id(ModelReference(id=choice.id, sha256=choice.sha256)), loaded, choice.subnet)
-    processor = None
-    if target is None or Path(getattr(target.config, "_name_or_path", "") or "?").exists():
-        processor = load_processor(document.target.id if target is None else target.config._name_or_path)
+    if choice is None or draft is None:
+        draft = choice and load_draft(_checked_id(choice, source), loaded, choice.subnet)
+    folder = document.target.id if target is None else getattr(target.config, "_name_or_path", "")
+    has_processor = target is None or (folder and Path(folder).exists())
+    processor = load_processor(folder) if has_processor else None
     decoder = decoder_for(document, loaded, draft, processor=processor, is_tuned_here=is_tuned_here)
     if context_tokens > 0 and decoder.mode in CAPTURED:
         prepare_with_progress(decoder, context_tokens, console)
     return decoder
+
+
+def _is_tuned_on(device: str, profile: DecodingProfile, source: str, *, strict: bool) -> bool:
+    """Whether the profile was tuned on such a device; if not, it warns, or raises if ``strict``."""
+    hardware = fingerprint(device)
+    if hardware.key == profile.hardware.key:
+        return True
+    message = f"{source}: tuned on {profile.hardware.key}, this is {hardware.key}"
+    if strict:
+        raise UserError(f"{message}; run autotune search here, or load without strict=True")
+    warnings.warn(f"{message}; output is the same, the speedup may differ", stacklevel=3)
+    return False
+
+
+def _checked_id(named: ModelReference | DraftChoice, source: str) -> str:
+    """The id of a model of the profile, whose weights are the profile's."""
+    with errors_about(source):
+        local = reference(named.id)
+    if named.sha256 and local.sha256 and local.sha256 != named.sha256:
+        raise NotComparable(f"{source}: {named.id} has other weights than the profile's; run autotune search again")
+    return named.id
 
 
 def prepare_with_progress(decoder: Decoder, context_tokens: int, console: Console | None = None) -> None:
@@ -106,7 +111,7 @@ def decoder_for(
     return configured_decoder(
         target,
         draft,
-        configuration_of(profile.point),
+        configuration_of(profile.point) or Configuration(tree={"policy": "chain"}),
         capture_sizes=profile.capture_sizes if mode == profile.mode else (),
         mode=mode,
         threads=profile.threads if is_tuned_here else None,
@@ -116,12 +121,10 @@ def decoder_for(
     )
 
 
-def configured_decoder(target: Target, draft: Any, configuration: Configuration | None, **options: Any) -> Decoder:
-    """A decoder with the tree, the visual tokens and the verification of a configuration; without one it decodes
-    plainly. ``options`` are other arguments of ``Decoder``.
+def configured_decoder(target: Target, draft: Any, configuration: Configuration, **options: Any) -> Decoder:
+    """A decoder with the tree, the visual tokens and the verification of a configuration. ``options`` are other
+    arguments of ``Decoder``.
     """
-    if configuration is None:
-        return Decoder(target, **options)
     return Decoder(
         target,
         draft,

@@ -5,7 +5,6 @@ anything.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -61,7 +60,6 @@ class Preparation(NamedTuple):
     num_captures: int
     memory_bytes: int
     """Memory of all captures of the device, those of earlier preparations and of other decoders included."""
-    seconds: float
 
 
 @torch.inference_mode()
@@ -75,7 +73,7 @@ def prepare(
         capacity: KV cache length to reserve, at least what requests can reach with their trees.
         sampled: as in ``Decoder.prepare``.
     """
-    memory, started = graph_memory(target.device), time.perf_counter()
+    memory = graph_memory(target.device)
     before = memory.num_kept
     models: list[CachedModel] = [target]
     if (cached := as_cached(point.draft)) is not None:
@@ -95,20 +93,20 @@ def prepare(
         for number, job in enumerate(jobs):
             job()
             report(number + 1, len(jobs))
-    return Preparation(memory.num_kept - before, memory.memory_bytes, time.perf_counter() - started)
+    return Preparation(memory.num_kept - before, memory.memory_bytes)
 
 
 def _jobs(target: Target, point: LoadedPoint, capture_sizes: Sequence[int], sampled: Sequence[bool]) -> Iterator[Job]:
     """The forward passes of requests that a point decodes."""
     draft, policy = point.draft, point.policy
-    own_layers = () if draft is None else draft.aux_layers
+    draft_layers = () if draft is None else draft.aux_layers
     if draft is None or point.fallback.price is not None:
-        for layers in {(), own_layers}:  # where the fallback leaves out the draft, a request needs no features
+        for layers in {(), draft_layers}:  # where the fallback leaves out the draft, a request needs no features
             yield partial(_target_step, target, layers, 1)
     if draft is None:
         return
     for size in _sizes(policy.max_nodes + 1, capture_sizes):
-        yield partial(_target_step, target, own_layers, size)
+        yield partial(_target_step, target, draft_layers, size)
     if (cached := as_cached(draft)) is None:
         return
     levels = _sizes(min(policy.max_width, MAX_LEVEL_STEP), capture_sizes)

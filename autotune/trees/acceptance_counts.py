@@ -32,10 +32,6 @@ class AcceptanceCounts:
         self.by_depth += other.by_depth
         self.by_rank += other.by_rank
 
-    @property
-    def is_empty(self) -> bool:
-        return not self.by_depth.any()
-
     @classmethod
     def from_json(cls, counts: Rows) -> AcceptanceCounts:
         """The inverse of ``to_json``; a table that is missing counts nothing."""
@@ -46,15 +42,11 @@ class AcceptanceCounts:
         return parsed
 
     def to_json(self) -> Rows:
-        return {name: table[: _num_used(table)].tolist() for name, table in self._tables().items()}
+        tables = self._tables().items()
+        return {name: table[: 1 + max(np.flatnonzero(table[:, 0]), default=-1)].tolist() for name, table in tables}
 
     def _tables(self) -> dict[Literal["by_depth", "by_rank"], Ints]:
         return {"by_depth": self.by_depth[1:], "by_rank": self.by_rank}
-
-
-def _num_used(table: Ints) -> int:
-    rows = np.flatnonzero(table[:, 0])
-    return int(rows[-1]) + 1 if len(rows) else 0
 
 
 @compiled

@@ -38,8 +38,10 @@ class WetapVerification(Document):
     threshold: float = Field(default=1.0, gt=0, le=1)
 
 
-VERIFICATIONS: dict[str, type[LosslessVerification | WetapVerification]]
-VERIFICATIONS = {"lossless": LosslessVerification, "wetap": WetapVerification}
+VERIFICATIONS: dict[str, type[LosslessVerification | WetapVerification]] = {
+    "lossless": LosslessVerification,
+    "wetap": WetapVerification,
+}
 Verification = Annotated[LosslessVerification | WetapVerification, Field(discriminator="kind")]
 
 

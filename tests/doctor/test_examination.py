@@ -15,9 +15,8 @@ from torch.nn.attention import SDPBackend
 from autotune.cli.main import main
 from autotune.console import Console
 from autotune.doctor import target as examination
-from autotune.doctor.attention import attention_uses
 from autotune.doctor.diagnosis import Diagnosis
-from autotune.doctor.target import audit_near_ties, examine_target, time_steps, why_masks
+from autotune.doctor.target import attention_uses, audit_near_ties, examine_target, time_steps, why_masks
 from autotune.documents.provenance import ModelReference
 from autotune.modeling.loading import load_processor
 from autotune.modeling.near_ties import flips, largest_difference

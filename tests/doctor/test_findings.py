@@ -7,8 +7,16 @@ from typing import Any
 
 import pytest
 
-from autotune.doctor.diagnosis import AttentionUse, DeviceFound, Diagnosis, NearTies, StepTimes, TargetFound, TreeCheck
-from autotune.doctor.findings import findings
+from autotune.doctor.diagnosis import (
+    AttentionUse,
+    DeviceFound,
+    Diagnosis,
+    NearTies,
+    StepTimes,
+    TargetFound,
+    TreeCheck,
+    findings,
+)
 from autotune.documents.captured_steps import CapturedSteps
 from autotune.documents.contention import Contention
 from autotune.documents.fingerprint import Fingerprint

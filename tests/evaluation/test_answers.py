@@ -41,7 +41,7 @@ def test_an_answer_says_how_it_was_decoded(
     profile.model_copy(update={"point": profile.point.model_copy(update=changes)}).save(path)
     prompts = [WorkloadPrompt("p", Prompt(prompt="Go on.", max_new_tokens=12), ())]
     (answer,) = answer_prompts(path, prompts, device="cpu", prints=True)
-    assert capsys.readouterr().out.rstrip() == answer["text"]
+    assert capsys.readouterr().out.strip() == answer["text"]
     assert answer["lossless"] != is_lossy and (answer["perplexity"] is not None) == is_lossy
     assert ("tokens a round" in answer["summary"]) == has_rounds and ("LOSSY" in answer["summary"]) == is_lossy
 

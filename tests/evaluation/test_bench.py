@@ -17,9 +17,8 @@ from autotune.documents.published_defaults import ARM_NAMES, COMPARED_DEFAULTS, 
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import ArmFailed, UserError
 from autotune.evaluation.arms import Arm
-from autotune.evaluation.bench import run_bench
+from autotune.evaluation.bench import BenchArms, evaluation_prompts, require_arms, run_bench
 from autotune.evaluation.bench_arms import ARMS, assistant_of, choose_arms, runtime_arms
-from autotune.evaluation.bench_settings import BenchArms, evaluation_prompts, require_arms
 from autotune.evaluation.runtime_arms import RuntimeArms
 from autotune.machine.device import fingerprint
 from autotune.modeling.loading import reference
@@ -63,20 +62,17 @@ def test_by_default_every_arm_runs(capsys: pytest.CaptureFixture[str]) -> None:
     result = bench("tree.json", None)
     names = [AR, HF, HF_ASSISTED, PROMPT_LOOKUP, *COMPARED_DEFAULTS, TUNED]
     assert [arm["name"] for arm in result["arms"]] == list(result["runs"]) == names
-    assert result["unavailable"] == {} and result["notes"] == {}
+    assert result["unavailable"] == {}
     for arm in result["arms"]:
         assert arm["identical_outputs"] == arm["num_prompts"] == 3, arm["name"]
         assert arm["num_tokens"] == sum(one["new_tokens"] - 1 for one in result["runs"][arm["name"]])
         assert list(result["speedup_by_task"][arm["name"]]) == ["count", "read"] and arm["perplexity"] is None
-    assert result["speedup_by_task"][AR] == {"count": 1.0, "read": 1.0} and result["speedup_geomean"][AR] == 1.0
+    assert result["speedup_by_task"][AR] == {"count": 1.0, "read": 1.0}
     assert result["hardware"] == fingerprint("cpu").model_dump() and "transformers" in result["provenance"]
     assert result["provenance"]["contention"]["seconds"] > 0
     json.dumps(result, allow_nan=False)
     printed = capsys.readouterr().err
     assert "left out" not in printed and "perplexity" not in printed
-    rounds = [run["acceptance_counts"]["by_depth"][0][0] for run in result["runs"]["chain"]]
-    assert sum(rounds) == result["acceptance_counts"]["chain"]["by_depth"][0][0] > 0
-    assert AR not in result["acceptance_counts"]
 
 
 def test_a_profile_without_a_draft_is_compared_with_arms_without_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,26 +115,13 @@ def test_an_arm_that_fails_is_left_out_unless_it_is_the_profile(name: str) -> No
         assert list(result["runs"]) == [AR, TUNED] and [*result["unavailable"]] == [name]
 
 
-@pytest.mark.parametrize(
-    ("draft", "mode", "unavailable", "note"),
-    [
-        ("model", "eager", "", ""),
-        ("retrieval", "eager", "the profile has no draft that generate takes as its assistant_model", ""),
-        (
-            "none",
-            "fixed",
-            "the profile has no draft that generate takes as its assistant_model",
-            "so that gains over it include that of mode fixed",
-        ),
-    ],
-)
-def test_arms_of_hugging_face(
-    draft: str, mode: str, unavailable: str, note: str, text_pair: Pair, processor: Any, in_world: None
-) -> None:
+@pytest.mark.parametrize("draft", ["model", "retrieval", "none"])
+def test_assisted_generation_needs_a_whole_model(draft: str, text_pair: Pair, processor: Any) -> None:
     drafts = {"model": text_pair.draft, "retrieval": RetrievalDraft(), "none": None}
-    arms = RuntimeArms(Decoder(text_pair.target, drafts[draft], mode=mode), processor)
+    arms = RuntimeArms(Decoder(text_pair.target, drafts[draft]), processor)
     chosen = choose_arms([HF, HF_ASSISTED], arms, evaluation_prompts("workload.jsonl"))
-    assert chosen.unavailable.get(HF_ASSISTED, "") == unavailable and note in chosen.notes.get(HF, "")
+    reason = "the profile has no draft that generate takes as its assistant_model"
+    assert chosen.unavailable == ({} if draft == "model" else {HF_ASSISTED: reason})
 
 
 def test_assisted_generation_that_raises_fails_with_the_first_line(
@@ -171,7 +154,7 @@ def test_a_lossy_arm_is_marked_with_what_it_costs_in_quality() -> None:
     """Lossless arms agree with plain decoding in every token."""
     found = bench("tree.json", ["wetap", "wetap-lossy"], evaluation_prompts("workload.jsonl", num_prompts=2))
     arms = {arm["name"]: arm for arm in found["arms"]}
-    assert list(arms) == [AR, "wetap", "wetap-lossy", TUNED] and found["lossy_arms"] == ["wetap-lossy"]
+    assert list(arms) == [AR, "wetap", "wetap-lossy", TUNED]
     assert arms["wetap"]["agreement"] == arms[AR]["agreement"] == arms[TUNED]["agreement"] == 1.0
     assert arms["wetap-lossy"]["agreement"] < 1.0
     assert 1 < arms[AR]["perplexity"] == arms[TUNED]["perplexity"] != arms["wetap-lossy"]["perplexity"]

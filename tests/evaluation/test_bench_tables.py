@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 
-from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import AR, TUNED
-from autotune.evaluation.bench import BenchResults
-from autotune.evaluation.bench_tables import arms_table, benchmark_results, gains_by, gains_table
+from autotune.evaluation.bench_tables import arms_table, benchmark_results, gains_by_task, gains_table
 from autotune.evaluation.summary import summarize
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
-from autotune.workloads.workload import Workload
 from tests.evaluation.sample_runs import run
 
 
 def test_gains_by_task_by_hand() -> None:
     """Pooled within a task: (100 + 300) / (50 + 50); the last task's only answer has one token."""
-    tasks = ["read", "add", "read", "say"]
+    prompts = [WorkloadPrompt(task, Prompt(prompt=task, task=task), ()) for task in ("read", "add", "read", "say")]
     runs = {
         AR: [run(ms, tokens=11 if ms else 1, rounds=0) for ms in (100.0, 90.0, 300.0, 0.0)],
         TUNED: [run(ms, tokens=11 if ms else 1, rounds=4) for ms in (50.0, 45.0, 50.0, 0.0)],
     }
-    assert [tuple(row.values()) for row in gains_by("task", tasks, runs)] == [
+    assert [tuple(row.values()) for row in gains_by_task(runs, prompts)] == [
         (AR, "read", 2, 1.0, None),
         (TUNED, "read", 2, 4.0, 2.5),
         (AR, "add", 1, 1.0, None),
@@ -50,39 +46,9 @@ def test_benchmark_results_by_hand() -> None:
     chat, qa = (speeds[TUNED][n] / speeds[AR][n] for n in range(2))
     overall = sum(speeds[TUNED]) / sum(speeds[AR])
     assert [row["speedup"] for row in found] == pytest.approx([1, chat, 1, qa, 1, overall])
-    table = gains_table("mt-bench", found, "task", "mean_accepted_tokens")
+    table = gains_table("mt-bench", found, "mean_accepted_tokens")
     assert table.columns == ["arm", "chat", "qa", "overall"] and table.emphasised == 1
     assert table.rows == [[AR, "1.00x", "1.00x", "1.00x"], [TUNED, "2.00x, 2.50", "1.10x, 2.50", "1.57x, 2.50"]]
-
-
-def results(runs: dict[str, list[Decoded]], tasks: list[str], format: str = "mt-bench") -> BenchResults:
-    prompts = tuple(WorkloadPrompt(task, Prompt(prompt=task, task=task), ()) for task in tasks)
-    return BenchResults(runs, Workload("q", "evaluate", prompts, format=format), seed=0)
-
-
-def test_tasks_are_those_of_the_prompts() -> None:
-    """Engines do not repeat the task of a request."""
-    found = results({AR: [run(200.0), run(400.0)], TUNED: [run(100.0), run(50.0)]}, ["chat", "qa"]).to_json()
-    assert found["speedup_by_task"][TUNED] == {"chat": 2.0, "qa": 8.0}
-    assert found["speedup_geomean"] == {AR: 1.0, TUNED: pytest.approx(math.sqrt(16.0))}
-    assert [row["task"] for row in found["benchmark_results"]] == ["chat", "chat", "qa", "qa", "overall", "overall"]
-
-
-def test_gain_by_answer_length_by_hand() -> None:
-    """Two answers of 17 to 32 tokens: (60 + 60) / (20 + 40); one of up to 16; one without decoding."""
-    answers = {
-        AR: [(60.0, 21, 20), (30.0, 11, 10), (60.0, 31, 30)],
-        TUNED: [(20.0, 21, 5), (30.0, 11, 5), (40.0, 31, 5)],
-    }
-    runs = {
-        arm: [run(ms, tokens=n, rounds=rounds, target_prefill_ms=1.0) for ms, n, rounds in (*rows, (0.0, 1, 0))]
-        for arm, rows in answers.items()
-    }
-    *others, lengths = results(runs, ["a"] * 4).tables()
-    assert lengths.columns == ["arm", "1-16", "17-32"]
-    assert lengths.rows == [[AR, "1.00x, 1.00", "1.00x, 1.00"], [TUNED, "1.00x, 2.00", "2.00x, 5.00"]]
-    same_length = results({name: of_arm[:1] for name, of_arm in runs.items()}, ["a"], "autotune")
-    assert [len(others), len(same_length.tables())] == [3, 2], "one length says nothing"
 
 
 def test_the_table_of_arms() -> None:

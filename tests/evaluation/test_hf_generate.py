@@ -6,13 +6,37 @@ from typing import Any
 
 import pytest
 
-from autotune.evaluation import hf_generate as module
-from autotune.evaluation.hf_generate import hf_generate
+from autotune.evaluation import runtime_arms
+from autotune.evaluation.runtime_arms import hf_generate
 from autotune.modeling import vision_timing
-from tests.evaluation.abacus import Abacus
 from tests.tiny_models import Inputs, Pair
 
 NEW_TOKENS = 24
+
+
+class Abacus:
+    """A clock that only forward passes advance, by their costs, so that times are exact sums."""
+
+    def __init__(self, costs_ms: dict[Any, int]) -> None:
+        self.costs_ms = costs_ms
+        self.ms = 0.0
+        self.num_forwards = dict.fromkeys(costs_ms, 0)
+
+    def now_ms(self, _device: Any) -> float:
+        return self.ms
+
+    def __enter__(self) -> Abacus:
+        # Registered before the hooks of the code under test, so that time has passed when those read the clock.
+        self.handles = [module.register_forward_hook(self._pass_time) for module in self.costs_ms]
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _pass_time(self, module: Any, *_: Any) -> None:
+        self.ms += self.costs_ms[module]
+        self.num_forwards[module] += 1
 
 
 @pytest.mark.parametrize("prompt", ["text", "image"])
@@ -26,7 +50,7 @@ def test_generate_by_the_clock(
     inputs, target = prompts[prompt], pair.target
     expected = target.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS)
     abacus = Abacus({target: 10, target.model.vision_tower: 3, pair.draft: 1})
-    for variant in (module, vision_timing):
+    for variant in (runtime_arms, vision_timing):
         monkeypatch.setattr(variant, "now_ms", abacus.now_ms)
     with abacus:
         tokens, stats = hf_generate(

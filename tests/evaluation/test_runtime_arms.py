@@ -119,11 +119,3 @@ def test_no_arm_captures_anything_while_it_is_timed(
     assert {run.captures for runs in done.runs.values() for run in runs} == {0}
     memory = graph_memory(torch.device("cuda:0"))
     assert memory.num_dropped == 0 and len(memory) == memory.num_kept > 0
-
-
-def test_iterators_of_warm_up_are_closed(arms: RuntimeArms, evaluate: Workload) -> None:
-    """A warm-up that ends early leaves the target free for the next request."""
-    prompt, tuned = evaluate.prompts[0], arms.arm("chain", CHAIN)
-    inputs = prompt.inputs(arms.processor)
-    tuned.warm_up(inputs, prompt.settings.model_copy(update={"max_new_tokens": 100}))
-    assert len([*tuned.decoder.stream(**inputs, **prompt.settings.generation)]) == 16

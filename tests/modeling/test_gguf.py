@@ -22,7 +22,7 @@ from autotune.modeling import loading
 from autotune.modeling.loading import load_model, load_processor, reference, resolve
 from autotune.modeling.target import Target
 from autotune.modeling.target_defaults import default_drafts, default_workload
-from autotune.report.prompts import TokenTexts
+from autotune.report.examples import TokenTexts
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.load import load
 from autotune.workloads.prompt import Prompt, WorkloadPrompt

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from autotune.replay.reference_replay import ReplayedRound, rounds
-from autotune.report.examples import DecodedExample, TreeNode, data_uri, decoded_example, round_to_draw
-from autotune.report.prompts import find_prompts
+from autotune.report.examples import DecodedExample, TreeNode, data_uri, decoded_example, find_prompts, round_to_draw
 from autotune.report.sources import Sources
 from autotune.trees.policy import parse_policy
 from tests.report.conftest import QUESTION

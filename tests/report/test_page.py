@@ -12,8 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from autotune.cli.main import main
-from autotune.report.page import render
-from autotune.report.sections import sections_of
+from autotune.report.page import render, sections_of
 from autotune.report.sources import Sources, find_sources
 from autotune.report.tables import decoding_table, provenance_tables
 from tests.engine_profiles import engine_profile

@@ -11,7 +11,7 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.replay.trace import TraceHeader
-from autotune.report.prompts import TokenTexts, find_prompts
+from autotune.report.examples import TokenTexts, find_prompts
 from autotune.report.sources import Sources, find_sources
 from autotune.study.frames import Study
 from autotune.study.storage import PROFILE, STUDY

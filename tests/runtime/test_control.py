@@ -14,8 +14,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from autotune.drafters import cached_draft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
-from autotune.evaluation.divergence import first_divergence
-from autotune.evaluation.perplexity import answer_logits, quality
+from autotune.evaluation.divergence import answer_logits, first_divergence, quality
 from autotune.modeling.target import Target
 from autotune.modeling.tree_model import TreeModel
 from autotune.runtime.decoder import Decoder

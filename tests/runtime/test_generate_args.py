@@ -111,9 +111,7 @@ def test_how_long_an_answer_may_be(
     configured.max_new_tokens = 4
     assert new_tokens(decoder.generate(**inputs).sequences, inputs) == text[:4]
     configured.max_length, configured.max_new_tokens = length, None
-    with pytest.raises(
-        UserError, match=rf"max_length leaves no room for a token after the prompt's {length}|generate refuses"
-    ):
+    with pytest.raises(UserError, match="generate refuses the call: Input length of input_ids"):
         decoder.generate(**inputs)
 
 
@@ -395,7 +393,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"temperature": float("nan")}, "temperature must be a number of at least 0; got nan"),
     ({"temperature": -0.5}, "temperature must be a number of at least 0; got -0.5"),
     ({"top_p": 1.5}, "top_p must be above 0 and at most 1; got 1.5"),
-    ({"max_new_tokens": 0}, "max_new_tokens must be at least 1; got 0"),
+    ({"max_new_tokens": 0}, "generate refuses the call: `max_new_tokens` must be greater than 0, but is 0"),
     ({"max_new_tokens": 10**30}, "prompt and answer must fit the target's context"),
     *(
         ({name: value}, f"decoding in rounds has no {name}; got {value}; leave {name} out")
@@ -409,7 +407,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"past_key_values": 5}, "generate refuses the call|decoding in rounds has no past_key_values"),
     ({"eos_token_id": "x"}, "generate refuses the call"),
     ({"eos_token_id": float("nan")}, "generate refuses the call: value cannot be converted"),
-    ({"streamer": 5}, "a streamer has put and end; got 5"),
     ({"input_ids": [[1, 2]]}, r"input_ids are integers \[prompts, tokens\], at least one of each; got list"),
     ({"input_ids": IDS[:0], "attention_mask": MASK[:0]}, r"got torch.int64 \[0, 9\]"),
     ({"input_ids": IDS[:, :0], "attention_mask": MASK[:, :0]}, r"got torch.int64 \[1, 0\]"),

