@@ -40,7 +40,7 @@ def run_check(settings: CheckSettings, console: Console, restore: Restore) -> Ch
         sides = stack.enter_context(backend.sides(folder)) if settings.against else None
         backend.load()
         with closing(backend):
-            checked = [backend.check(workload, folder) for workload in workloads]
+            checked = [backend.check(workload) for workload in workloads]
         gates = [gate for workload in checked for gate in workload.gates]
         results = [workload.result for workload in checked]
         if sides is not None:

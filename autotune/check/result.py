@@ -14,7 +14,6 @@ from autotune.files import Document
 GateVerdict = Literal["passed", "warned", "failed", "inconclusive", "skipped"]
 LOSSLESS = "lossless"
 COUNTS, BASE_COUNTS = "counts", "counts of the base"
-REPLAY = "counts of the replay"
 SPEEDUP, TIME = "minimum speedup", "time against the base"
 
 

@@ -254,14 +254,17 @@ class InProcess(Arm, AbstractContextManager["InProcess"]):
 
     launched: list[str]
 
-    def __init__(self, version: Version, inputs: Mapping[str, Path], options: Any, log: Path) -> None:
+    def __init__(self, version: Version, inputs: Path, options: Any, log: Path) -> None:
         self.inputs, self.decoder = inputs, autotune.load(version.profile, **options)
         self.launched.append(version.name)
 
     def __exit__(self, *_: object) -> None: ...
 
     def decode(self, prompt: WorkloadPrompt) -> Decoded:
-        request = {"inputs": str(self.inputs[prompt.name]), "settings": {**prompt.settings.generation}}
+        request = {
+            "inputs": str(self.inputs / f"{prompt.sha256}.safetensors"),
+            "settings": {**prompt.settings.generation},
+        }
         answer = {**worker.decode(self.decoder, request), "decode_ms": 100.0 + len(self.launched) % 7}
         return Decoded(arm="", prompt=prompt.name, prompt_sha256=prompt.sha256, **answer)
 
