@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from autotune.console import Console
-from autotune.documents.deployment import Deployment, ServedLoad
+from autotune.documents.deployment import Deployment, ServedLoad, loads_table
 from autotune.documents.provenance import ModelReference
 from autotune.documents.speculation import OPTIONS, ModelType, Speculation
 from autotune.engines.backend import Backend, EngineArm
 from autotune.engines.engine_server import EngineServer
-from autotune.engines.loads import loads_table, measure_load
+from autotune.engines.loads import measure_load
 from autotune.engines.prices import PRICED_TOKENS, EnginePrices, Pairs, measure_verifications, served_prices
 from autotune.engines.process import running
 from autotune.engines.replay import (
