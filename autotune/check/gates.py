@@ -62,6 +62,7 @@ def counts_gate(
     workload: str,
     source: str,
     tolerance: float | None,
+    tolerated_changes: float = 0.0,
     advisory_reason: str = "",
     rounding: str = "",
 ) -> Gate:
@@ -72,6 +73,7 @@ def counts_gate(
 
     Args:
         price: of the profile's rounds; None: target forwards alone cost time.
+        tolerated_changes: without a tolerance, the share of prompts that may have other counts.
         advisory_reason: why the gate can only warn.
         rounding: why different answers are acceptable.
     """
@@ -97,7 +99,8 @@ def counts_gate(
         summary.append(f"{others}: predicted {100 * slowdown:+.1f} % time")
     if different:
         summary.append(f"{len(different)} have a different answer ({rounding or 'with the same target'})")
-    is_slower = bool(changes) if tolerance is None else slowdown > tolerance
+    num_tolerated = tolerated_changes * (len(current) - len(different))
+    is_slower = len(changes) > num_tolerated if tolerance is None else slowdown > tolerance
     verdict: GateVerdict = "passed"
     if is_slower or (different and not rounding):
         verdict = "failed"

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from autotune.check.checked import CheckedBackend, CheckedWorkload, Side
 from autotune.check.comparison import require_comparable
-from autotune.check.gates import Difference
+from autotune.check.gates import Difference, counts_gate
+from autotune.check.result import REPLAY, Gate
 from autotune.check.settings import CheckSettings
 from autotune.check.versions import base_of
 from autotune.console import Console
@@ -45,7 +46,10 @@ class CheckedEngine(CheckedBackend):
                 self.arms.append(servers.enter_context(self.backend.arm(configuration)))
             for name, arm in zip((AR, TUNED), self.arms, strict=False):
                 arm.name = name
-            return super().check(workload)
+            checked = super().check(workload)
+        if configuration is not None and not configuration.model:
+            checked.gates.insert(2, self._replay_gate(configuration, checked))
+        return checked
 
     def prepared(self, workload: Workload) -> Workload:
         return workload.first_turns()
@@ -60,6 +64,28 @@ class CheckedEngine(CheckedBackend):
             if run.tokens != other.tokens:
                 differences.append(Difference(run.prompt, f"token {first}", is_rounding=True))
         return differences
+
+    def _replay_gate(self, configuration: Speculation, checked: CheckedWorkload) -> Gate:
+        """The gate on the counts compared with the replay's, by which the search has chosen. Chains of draft models are
+        replayed approximately, and have none.
+        """
+        recorded = self.backend.record(checked.workload.prompts)  # in a server of its own
+        replayed = self.backend.replay(configuration, recorded).counts
+        predicted = [_counted(answer, *counts) for answer, counts in zip(recorded.answers, replayed, strict=True)]
+        counted = [_counted(run, run.rounds, run.verified_nodes, run.accepted_tokens) for run in checked.runs]
+        has_others = [run.tokens_sha256 for run in counted] != [answer.tokens_sha256 for answer in predicted]
+        return counts_gate(
+            counted,
+            predicted,
+            None,
+            name=REPLAY,
+            workload=checked.workload.name,
+            source="the replay",
+            tolerance=None,
+            tolerated_changes=getattr(self.backend, "tolerated_mismatches", 0.0),
+            advisory_reason="drafts follow from earlier answers, and some differ" if has_others else "",
+            rounding=self.rounding,
+        )
 
     @contextmanager
     def sides(self, folder: Path) -> Iterator[tuple[Side, Side]]:
@@ -81,3 +107,9 @@ def _side(label: str, profile: DecodingProfile, backend: Backend) -> Side:
     configuration = speculation_of(profile)
     key = content_key(backend.deploy(configuration).model_dump(mode="json"))
     return Side(label, key, profile, lambda: backend.arm(configuration))
+
+
+def _counted(answer: Decoded, verifications: int, drafted: int, accepted: int) -> Decoded:
+    """An answer with these counts."""
+    counts = {"target_forwards": verifications, "verified_nodes": drafted, "accepted_lengths": [accepted]}
+    return answer.model_copy(update=counts)

@@ -39,4 +39,3 @@ def measure_load(
         token_ms=tuple(np.percentile(token_ms, [50, 95]).tolist()),
         identical=sum(tokens == answer.tokens for (tokens, _), answer in zip(replies, answers, strict=True)),
     )
-

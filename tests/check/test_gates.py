@@ -41,6 +41,8 @@ EXACT: dict[str, Any] = {"tolerance": None}
         # Without a tolerance any other count fails, as of an engine, whose rounds have no prices.
         ([{"verified_nodes": 39}], {}, "passed", "1 other counts", None),
         ([{"verified_nodes": 39}], EXACT, "failed", "1 other counts", None),
+        ([{"verified_nodes": 41}, {}], {**EXACT, "tolerated_changes": 0.5}, "warned", "1 have worse counts", None),
+        ([{"verified_nodes": 41}, {}], {**EXACT, "tolerated_changes": 0.4}, "failed", "1 have worse counts", None),
         # Counts of different answers are not compared.
         ([{"tokens_sha256": "new", "target_forwards": 1}], {}, "failed", "1 have a different answer", ["a: different answer"]),
         ([{"tokens_sha256": "new"}], {"rounding": "near ties"}, "warned", "different answer (near ties)", None),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -40,11 +41,13 @@ class FakeEngine:
     ms: dict[str, float] = field(default_factory=lambda: {"off": 200.0, "tuned": 100.0})
     edits: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Changes of the answers of servers with speculation, by prompt."""
+    predicted: tuple[int, int, int] = (2, 9, 3)
     dies: bool = False
     precision: str = "float32"
     deployment: Any = None
     commands: list[str | None] = field(default_factory=list)
     started: list[str] = field(default_factory=list)
+    running: int = 0
 
     def __call__(self, profile: DecodingProfile, *, command: str | None, console: Console) -> Backend:
         self.commands.append(command)
@@ -53,10 +56,19 @@ class FakeEngine:
             raise UserError("gone: no such executable; put llama-server on the PATH")
         return cast(Backend, replace(self, deployment=deployment))
 
+    def record(self, prompts: Sequence[WorkloadPrompt]) -> Any:
+        assert self.running == 0, "recording starts a server of its own"
+        return SimpleNamespace(answers=[FakeServer(self, "off").decode(prompt) for prompt in prompts])
+
+    def replay(self, configuration: Any, recorded: Any) -> Any:
+        return SimpleNamespace(counts=[self.predicted] * len(recorded.answers))
+
     @contextmanager
     def arm(self, configuration: Speculation | None) -> Iterator[Arm]:
         self.started.append(self.deployment.command[-1] if configuration else "off")
+        self.running += 1
         yield FakeServer(self, self.started[-1])
+        self.running -= 1
 
     def deploy(self, configuration: Speculation | None) -> Deployment:
         return cast(Deployment, self.deployment)
@@ -112,13 +124,14 @@ FIRST = "workload.jsonl:1"
 @pytest.mark.parametrize(
     ("engine", "settings", "expected", "exit_code"),
     [
-        (FakeEngine(), {}, "passed passed", 0),
-        (FakeEngine(), {"min_speedup": 1.9}, "passed passed passed", 0),
-        (FakeEngine(), {"min_speedup": 2.1}, "passed passed failed", 1),
+        (FakeEngine(), {}, "passed passed passed", 0),
+        (FakeEngine(), {"min_speedup": 1.9}, "passed passed passed passed", 0),
+        (FakeEngine(), {"min_speedup": 2.1}, "passed passed passed failed", 1),
         # Another answer than plain decoding's and the search's: a batch rounds otherwise.
-        (FakeEngine(edits={FIRST: {"tokens": [5, 6, 1, 8, 9]}}), {}, "warned warned", 0),
+        (FakeEngine(edits={FIRST: {"tokens": [5, 6, 1, 8, 9]}}), {}, "warned warned warned", 0),
         # The same answers with other drafts: the build has another rule.
-        (FakeEngine(edits={FIRST: {"verified_nodes": 8}}), {}, "passed failed", 1),
+        (FakeEngine(edits={FIRST: {"verified_nodes": 8}}), {}, "passed failed failed", 1),
+        (FakeEngine(predicted=(2, 9, 4)), {}, "passed passed failed", 1),
     ],
 )
 def test_gates(engine: FakeEngine, settings: dict[str, Any], expected: str, exit_code: int, world: Path) -> None:
