@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -65,6 +66,7 @@ class CheckedRuntime(CheckedBackend):
     def sides(self, folder: Path) -> Iterator[tuple[Side, Side]]:
         settings, self.inputs = self.settings, folder
         head = Version("head", "the current version", settings.profile)
+        CHECKS.mkdir(parents=True, exist_ok=True)
         with base_of(str(settings.against), settings.profile, folder, with_code=True) as base:
             if base.code == PACKAGE:
                 head = Version("head", str(settings.profile), settings.profile)
@@ -76,10 +78,6 @@ class CheckedRuntime(CheckedBackend):
         code = sha256_of(*sorted(path for pattern in CODE for path in version.code.glob(pattern)))
         choices = document.model_dump(mode="json", include=CHOICES, exclude={"point": {"predicted", "measured"}})
         options = {"device": choose_device(self.settings.device)} | ({} if dtype is None else {"dtype": dtype})
-
-        def launch() -> WorkerProcess:
-            CHECKS.mkdir(parents=True, exist_ok=True)
-            return WorkerProcess(version, self.inputs, options, log=CHECKS / f"{version.name}.log")
-
+        launch = partial(WorkerProcess, version, self.inputs, options, log=CHECKS / f"{version.name}.log")
         key = content_key([code, dtype, version.python == sys.executable, choices])
         return Side(version.label, key, document, launch)
