@@ -103,7 +103,7 @@ def _compare(
     if not has_failed(gates):
         gates += [comparison.counts_gate(workload) for workload in checked]
     if has_failed(gates):
-        gates += [skipped(TIME, one.workload.name, "decided without timing") for one in checked]
+        gates += [skipped(TIME, workload.workload.name, "decided without timing") for workload in checked]
         return [None] * len(checked)
     deadline, timings = time.monotonic() + budget_s, []
     for number, workload in enumerate(checked):

@@ -62,8 +62,8 @@ class ModelFiles:
     @property
     def dtype(self) -> str:
         """The precision of the weights; ``auto`` where the config does not say."""
-        found = (config.get(key) for config in (self.config, self.text_config) for key in DTYPES)
-        return next((dtype for dtype in found if isinstance(dtype, str)), "auto")
+        dtypes = (config.get(key) for config in (self.config, self.text_config) for key in DTYPES)
+        return next((dtype for dtype in dtypes if isinstance(dtype, str)), "auto")
 
     @property
     def has_mrope(self) -> bool:

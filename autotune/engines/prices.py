@@ -67,10 +67,10 @@ def measure_verifications(
         PricedStep(
             tokens=n,
             context=context,
-            wall_ms=[one.decode_ms for one in found[1:][-REPEATS:]],
-            cpu_ms=[one.cpu_ms for one in found[1:][-REPEATS:]],
+            wall_ms=[answer.decode_ms for answer in answers[1:][-REPEATS:]],
+            cpu_ms=[answer.cpu_ms for answer in answers[1:][-REPEATS:]],
         )
-        for (n, context), found in samples.items()
+        for (n, context), answers in samples.items()
     ]
 
 

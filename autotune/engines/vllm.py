@@ -119,7 +119,11 @@ class VllmServer(EngineServer):
         """The prompt ends in a run of a token that is not in it, and no other is allowed. Where the run is longer than
         ``prompt_lookup_max``, vLLM drafts what lies behind the first of its n-grams.
         """
-        token = next(one for one in range(FIRST_TEXT_TOKEN, FIRST_TEXT_TOKEN + len(prompt) + 1) if one not in prompt)
+        token = next(
+            candidate
+            for candidate in range(FIRST_TEXT_TOKEN, FIRST_TEXT_TOKEN + len(prompt) + 1)
+            if candidate not in prompt
+        )
         run = 0 if n == 1 else int(PRICED_BY.options["prompt_lookup_max"]) + n - 2
         return self._counted([*prompt, *[token] * run], n + 1, ignore_eos=True, allowed_token_ids=[token])
 

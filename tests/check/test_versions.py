@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import autotune
 from autotune.check import versions, worker
-from autotune.check.versions import PACKAGE, WORKER, Version, WorkerProcess, base_of, requirements
+from autotune.check.versions import PACKAGE, WORKER, Version, WorkerProcess, base_of
 from autotune.documents.decoded import tokens_key
 from autotune.errors import UserError
 from autotune.machine.device import fingerprint
@@ -127,13 +127,6 @@ def test_an_unknown_revision_is_refused(
     message = r"^--against mian: neither a file nor a git revision of a repository around this folder[^\n]*fetch[^\n]*$"
     with pytest.raises(UserError, match=message), opened("mian", "profile.json"):
         pass
-
-
-def test_only_requirements_are_compared(tmp_path: Path) -> None:
-    (tmp_path / "pyproject.toml").write_text(PYPROJECT)
-    (tmp_path / "requirements.txt").write_text("torch\n")
-    project = {"dependencies": ["numpy>=2"], "requires-python": None}
-    assert requirements(tmp_path) == {"requirements.txt": b"torch\n", **project}
 
 
 # -------- processes

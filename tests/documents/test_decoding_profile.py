@@ -65,12 +65,6 @@ def test_profile_is_saved_and_loaded(profile: DecodingProfile, path: Path) -> No
     assert (point["verification"], point["measured"]) == ({"kind": "lossless"}, None)
 
 
-def test_profile_without_a_draft(tmp_path: Path) -> None:
-    plain = decoding_profile(draft=None)
-    plain.save(tmp_path / "plain.json")
-    assert DecodingProfile.load(tmp_path / "plain.json") == plain and plain.point.tree is None
-
-
 def test_decoder_uses_the_profile(path: Path, profile: DecodingProfile, pair: Pair, prompts: Any) -> None:
     decoder = autotune.load(str(path))
     assert decoder.point.policy == SagePolicy(d_max=6, n_max=20)
