@@ -272,11 +272,12 @@ def _shown(value: Any) -> str:
 
 
 def _keys_near(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
-    """Field names of the (possibly nested) model that contains an unknown key."""
+    """Field names of the (possibly nested) model that contains an unknown key, or of all models of a union."""
+    models = [model]
     for part in location[:-1]:
-        if part in model.model_fields:
-            model = next(iter(_models_of(model.model_fields[str(part)].annotation)), model)
-    return list(model.model_fields)
+        fields = [outer.model_fields[str(part)] for outer in models if part in outer.model_fields]
+        models = [inner for field in fields for inner in _models_of(field.annotation)] or models
+    return [name for model in models for name in model.model_fields]
 
 
 def _models_of(annotation: Any) -> list[type[BaseModel]]:

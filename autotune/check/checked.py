@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +35,6 @@ class CheckedWorkload:
     result: WorkloadResult
     gates: list[Gate]
     """The gates that need no base."""
-    inputs: Mapping[str, Path]
-    """The inputs of worker processes by prompt, where there are such processes."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +46,12 @@ class Side:
     key: str
     """Hash of all that its speed follows from, apart from the machine."""
     profile: DecodingProfile
-    launch: Callable[[CheckedWorkload], AbstractContextManager[Arm]]
-    """Starts a process that decodes the prompts of a workload."""
+    launch: Callable[[], AbstractContextManager[Arm]]
+    """Starts a process that decodes the prompts of the checked workloads."""
 
 
 class CheckedBackend(ABC):
-    """A profile with the backend that decodes it. ``load`` sets the attributes."""
+    """A profile with the backend that decodes it. ``load`` or ``check`` sets the attributes."""
 
     arms: list[Arm]
     """Plain decoding, and the profile unless it decodes plainly."""
@@ -73,17 +71,15 @@ class CheckedBackend(ABC):
             NotComparable: the profiles are of other models, precisions, devices or backends.
         """
 
-    @abstractmethod
-    def load(self) -> None:
-        """Load the models, or start the servers."""
+    def load(self) -> None:  # noqa: B027 - a server is started for each workload
+        """Load the models."""
 
-    @abstractmethod
-    def close(self) -> None:
-        """Free their memory."""
+    def close(self) -> None:  # noqa: B027
+        """Free the memory of the models, which workers need."""
 
     @abstractmethod
     def prepared(self, workload: Workload) -> Workload:
-        """The prompts that the backend can decode."""
+        """The prompts that the backend can decode, whose inputs are written for worker processes."""
 
     @abstractmethod
     def differences(
@@ -91,15 +87,7 @@ class CheckedBackend(ABC):
     ) -> Sequence[Difference]:
         """The answers that differ from plain decoding's, although they must be lossless."""
 
-    def gates(self, workload: Workload, runs: Sequence[Decoded]) -> list[Gate]:
-        """Further gates of this backend."""
-        return []
-
-    def inputs(self, workload: Workload, folder: Path) -> Mapping[str, Path]:
-        """Write the inputs of worker processes."""
-        return {}
-
-    def check(self, workload: Workload, folder: Path) -> CheckedWorkload:
+    def check(self, workload: Workload) -> CheckedWorkload:
         """Decode a workload side by side with plain decoding, and judge what needs no base.
 
         Raises:
@@ -113,7 +101,6 @@ class CheckedBackend(ABC):
         summary = summarize(TUNED, runs, plain, seed=settings.seed)
         differences = self.differences(workload, runs, plain)
         gates = [lossless_gate(name, summary, differences, self.rounding), self._counts_gate(workload, runs)]
-        gates += self.gates(workload, runs)
         if settings.min_speedup is not None:
             gates.append(speedup_gate(name, summary, settings.min_speedup))
         result = WorkloadResult(
@@ -128,7 +115,7 @@ class CheckedBackend(ABC):
             prompts=[run.without_tokens() for run in runs],
             plain_ms=[run.decode_ms for run in plain],
         )
-        return CheckedWorkload(workload, runs, result, gates, self.inputs(workload, folder) if settings.against else {})
+        return CheckedWorkload(workload, runs, result, gates)
 
     def _decode(self, arms: Sequence[Arm], workload: Workload) -> list[list[Decoded]]:
         """The runs of every arm, decoded prompt by prompt in random order."""

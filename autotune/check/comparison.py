@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
@@ -69,8 +69,8 @@ class LaunchedArm(Arm, AbstractContextManager["LaunchedArm"]):
 
     _arm: Arm  # since the first ``prepare``
 
-    def __init__(self, name: str, key: str, launch: Callable[[], AbstractContextManager[Arm]]) -> None:
-        self.name, self.key, self.launch = name, f"{name}-{key}", launch
+    def __init__(self, name: str, side: Side) -> None:
+        self.name, self.key, self.launch = name, f"{name}-{side.key}", side.launch
         self.rivals = [self]
         """Arms that are started together, and take turns in being the first."""
         self._process = ExitStack()
@@ -127,7 +127,7 @@ class Comparison:
         return if_repeatable(gate, base_runs, lambda: self._base_runs(checked))
 
     def _base_runs(self, checked: CheckedWorkload) -> list[Decoded]:
-        with self.base.launch(checked) as arm:
+        with self.base.launch() as arm:
             return [arm.decode(prompt) for prompt in checked.workload.prompts]
 
     def time_gate(self, checked: CheckedWorkload, *, budget_s: float) -> tuple[Gate, Timing | None]:
@@ -190,7 +190,7 @@ class Comparison:
             if run.new_tokens > 1  # else there is no time after the first token
         ]
         sides = {"base": self.base, "head": self.head}
-        arms = [LaunchedArm(name, side.key, lambda side=side: side.launch(checked)) for name, side in sides.items()]  # type: ignore[misc]
+        arms = [LaunchedArm(name, side) for name, side in sides.items()]
         deadline = time.monotonic() + budget_s
         stage = self.backend.console.stage(f"pairs of {checked.workload.name}", self.design.max_pairs)
         with stage as update, arms[0], arms[1]:

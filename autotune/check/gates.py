@@ -88,7 +88,7 @@ def counts_gate(
         steps, steps_before = (cost_in_steps(counts, price or TARGET_FORWARDS_ONLY) for counts in (run, before))
         total += steps
         total_before += steps_before
-        if counts_of(run) != counts_of(before):
+        if work_of(run) != work_of(before):
             num_worse += steps > steps_before or run.accepted_tokens < before.accepted_tokens
             changes.append((steps_before - steps, _change(run, before, steps, steps_before)))
     slowdown = total / total_before - 1 if total_before else 0.0
@@ -113,7 +113,7 @@ def counts_gate(
     return Gate(name=name, workload=workload, verdict=verdict, summary="; ".join(summary), details=details)
 
 
-def counts_of(run: Decoded) -> list[int]:
+def work_of(run: Decoded) -> list[int]:
     """The work of decoding an answer."""
     return [getattr(run, name) for name in COMPARED]
 
@@ -138,7 +138,7 @@ def if_repeatable(gate: Gate, runs: Sequence[Decoded], decode_again: Callable[[]
     if gate.verdict != "failed":
         return gate
     pairs = zip(runs, decode_again(), strict=True)
-    changed = [run.prompt for run, again in pairs if counts_of(run) != counts_of(again)]
+    changed = [run.prompt for run, again in pairs if work_of(run) != work_of(again)]
     if not changed:
         return gate
     shown = f"{len(changed)} of {len(runs)} prompts have other counts when decoded again ({', '.join(changed[:3])})"

@@ -37,22 +37,19 @@ class CheckedEngine(CheckedBackend):
         self.backend = restore(self.profile, command=settings.engine_command, console=console)
         self.precision, self.hardware = self.backend.precision, cpu_fingerprint(num_cores())
 
-    def load(self) -> None:
-        """Nothing: every workload has new servers."""
-
-    def close(self) -> None:
-        """Nothing: a checked workload has stopped its servers."""
-
-    def check(self, workload: Workload, folder: Path) -> CheckedWorkload:
+    def check(self, workload: Workload) -> CheckedWorkload:
         """Check a workload in new servers, whose drafts follow from its answers alone."""
         configuration = speculation_of(self.profile)
-        with ExitStack() as self.servers:
-            self.arms = [self.servers.enter_context(self.backend.arm(None))]
+        with ExitStack() as servers:
+            self.arms = [servers.enter_context(self.backend.arm(None))]
             if configuration is not None:
-                self.arms.append(self.servers.enter_context(self.backend.arm(configuration)))
+                self.arms.append(servers.enter_context(self.backend.arm(configuration)))
             for name, arm in zip((AR, TUNED), self.arms, strict=False):
                 arm.name = name
-            return super().check(workload, folder)
+            checked = super().check(workload)
+        if configuration is not None and not configuration.model:
+            checked.gates.insert(2, self._replay_gate(configuration, checked))
+        return checked
 
     def prepared(self, workload: Workload) -> Workload:
         return workload.first_turns()
@@ -68,32 +65,27 @@ class CheckedEngine(CheckedBackend):
                 differences.append(Difference(run.prompt, f"token {first}", is_rounding=True))
         return differences
 
-    def gates(self, workload: Workload, runs: Sequence[Decoded]) -> list[Gate]:
+    def _replay_gate(self, configuration: Speculation, checked: CheckedWorkload) -> Gate:
         """The gate on the counts compared with the replay's, by which the search has chosen. Chains of draft models are
-        replayed approximately.
+        replayed approximately, and have none.
         """
-        configuration = speculation_of(self.profile)
-        if configuration is None or configuration.model:
-            return []
-        self.servers.close()  # recording starts a server of its own
-        recorded = self.backend.record(workload.prompts)
+        recorded = self.backend.record(checked.workload.prompts)  # in a server of its own
         replayed = self.backend.replay(configuration, recorded).counts
         predicted = [_counted(answer, *counts) for answer, counts in zip(recorded.answers, replayed, strict=True)]
-        counted = [_counted(run, run.rounds, run.verified_nodes, run.accepted_tokens) for run in runs]
-        has_others = any(run.tokens_sha256 != answer.tokens_sha256 for run, answer in zip(runs, predicted, strict=True))
-        gate = counts_gate(
+        counted = [_counted(run, run.rounds, run.verified_nodes, run.accepted_tokens) for run in checked.runs]
+        has_others = [run.tokens_sha256 for run in counted] != [answer.tokens_sha256 for answer in predicted]
+        return counts_gate(
             counted,
             predicted,
             None,
             name=REPLAY,
-            workload=workload.name,
+            workload=checked.workload.name,
             source="the replay",
             tolerance=None,
             tolerated_changes=getattr(self.backend, "tolerated_mismatches", 0.0),
             advisory_reason="drafts follow from earlier answers, and some differ" if has_others else "",
             rounding=self.rounding,
         )
-        return [gate]
 
     @contextmanager
     def sides(self, folder: Path) -> Iterator[tuple[Side, Side]]:
@@ -114,7 +106,7 @@ def speculation_of(profile: DecodingProfile) -> Speculation | None:
 def _side(label: str, profile: DecodingProfile, backend: Backend) -> Side:
     configuration = speculation_of(profile)
     key = content_key(backend.deploy(configuration).model_dump(mode="json"))
-    return Side(label, key, profile, lambda _: backend.arm(configuration))
+    return Side(label, key, profile, lambda: backend.arm(configuration))
 
 
 def _counted(answer: Decoded, verifications: int, drafted: int, accepted: int) -> Decoded:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from autotune.check.checked import CheckedBackend, CheckedWorkload, Side
+from autotune.check.checked import CheckedBackend, Side
 from autotune.check.comparison import CHECKS, require_comparable
 from autotune.check.gates import Difference
 from autotune.check.versions import PACKAGE, Version, WorkerProcess, base_of
@@ -44,14 +45,16 @@ class CheckedRuntime(CheckedBackend):
         self.rounding = "" if self.precision == "float32" else f"near ties in {self.precision}"
 
     def close(self) -> None:
-        """Free the memory of the models, which workers need."""
         del self.decoder, self.made, self.tuned, self.arms
         gc.collect()
         torch.cuda.empty_cache()
 
     def prepared(self, workload: Workload) -> Workload:
         fitting = workload.fitting(self.decoder.processor, self.decoder.target.max_context, self.console.say)
-        return self.made.conversations.follow_workload(fitting)
+        prepared = self.made.conversations.follow_workload(fitting)
+        for prompt in prepared.prompts if self.settings.against else ():
+            save_tensors(self.inputs / f"{prompt.sha256}.safetensors", prompt.inputs(self.decoder.processor))
+        return prepared
 
     def differences(
         self, workload: Workload, runs: Sequence[Decoded], plain: Sequence[Decoded]
@@ -59,17 +62,11 @@ class CheckedRuntime(CheckedBackend):
         divergences = divergences_from_plain(self.tuned, workload.prompts, runs, plain)
         return [Difference(prompt, str(where), where.is_near_tie) for prompt, where in divergences.items()]
 
-    def inputs(self, workload: Workload, folder: Path) -> Mapping[str, Path]:
-        paths = {}
-        for prompt in workload.prompts:
-            paths[prompt.name] = folder / f"{prompt.sha256}.safetensors"
-            save_tensors(paths[prompt.name], prompt.inputs(self.decoder.processor))
-        return paths
-
     @contextmanager
     def sides(self, folder: Path) -> Iterator[tuple[Side, Side]]:
-        settings = self.settings
+        settings, self.inputs = self.settings, folder
         head = Version("head", "the current version", settings.profile)
+        CHECKS.mkdir(parents=True, exist_ok=True)
         with base_of(str(settings.against), settings.profile, folder, with_code=True) as base:
             if base.code == PACKAGE:
                 head = Version("head", str(settings.profile), settings.profile)
@@ -81,10 +78,6 @@ class CheckedRuntime(CheckedBackend):
         code = sha256_of(*sorted(path for pattern in CODE for path in version.code.glob(pattern)))
         choices = document.model_dump(mode="json", include=CHOICES, exclude={"point": {"predicted", "measured"}})
         options = {"device": choose_device(self.settings.device)} | ({} if dtype is None else {"dtype": dtype})
-
-        def launch(checked: CheckedWorkload) -> WorkerProcess:
-            CHECKS.mkdir(parents=True, exist_ok=True)
-            return WorkerProcess(version, checked.inputs, options, log=CHECKS / f"{version.name}.log")
-
+        launch = partial(WorkerProcess, version, self.inputs, options, log=CHECKS / f"{version.name}.log")
         key = content_key([code, dtype, version.python == sys.executable, choices])
         return Side(version.label, key, document, launch)

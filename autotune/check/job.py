@@ -40,7 +40,7 @@ def run_check(settings: CheckSettings, console: Console, restore: Restore) -> Ch
         sides = stack.enter_context(backend.sides(folder)) if settings.against else None
         backend.load()
         with closing(backend):
-            checked = [backend.check(workload, folder) for workload in workloads]
+            checked = [backend.check(workload) for workload in workloads]
         gates = [gate for workload in checked for gate in workload.gates]
         results = [workload.result for workload in checked]
         if sides is not None:
@@ -103,7 +103,7 @@ def _compare(
     if not has_failed(gates):
         gates += [comparison.counts_gate(workload) for workload in checked]
     if has_failed(gates):
-        gates += [skipped(TIME, one.workload.name, "decided without timing") for one in checked]
+        gates += [skipped(TIME, workload.workload.name, "decided without timing") for workload in checked]
         return [None] * len(checked)
     deadline, timings = time.monotonic() + budget_s, []
     for number, workload in enumerate(checked):

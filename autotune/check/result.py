@@ -13,8 +13,7 @@ from autotune.files import Document
 
 GateVerdict = Literal["passed", "warned", "failed", "inconclusive", "skipped"]
 LOSSLESS = "lossless"
-COUNTS, BASE_COUNTS = "counts", "counts of the base"
-REPLAY = "counts of the replay"
+COUNTS, BASE_COUNTS, REPLAY = "counts", "counts of the base", "counts of the replay"
 SPEEDUP, TIME = "minimum speedup", "time against the base"
 
 

@@ -134,12 +134,12 @@ class WorkerProcess(Arm, AbstractContextManager["WorkerProcess"]):
     No times of the prefill are known of it, so that no run is ever taken for a disturbed one and repeated.
 
     Args:
-        inputs: safetensors files of the processed prompts, by name of the prompt.
+        inputs: folder with the safetensors files of the processed prompts, by their hash.
         options: of ``autotune.load``.
         log: file to which the standard error of the process is appended.
     """
 
-    def __init__(self, version: Version, inputs: Mapping[str, Path], options: Mapping[str, str], *, log: Path) -> None:
+    def __init__(self, version: Version, inputs: Path, options: Mapping[str, str], *, log: Path) -> None:
         self.name = self.key = version.name
         self.version, self.inputs, self.log = version, inputs, log
         settings = json.dumps({"profile": str(version.profile), "options": options})
@@ -170,7 +170,7 @@ class WorkerProcess(Arm, AbstractContextManager["WorkerProcess"]):
         Raises:
             UserError: another copy of autotune was imported.
         """
-        request = {"inputs": str(self.inputs[prompt.name]), "settings": settings}
+        request = {"inputs": str(self.inputs / f"{prompt.sha256}.safetensors"), "settings": settings}
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # a worker that has ended gives no answer
             self._process.stdin.write(json.dumps(request) + "\n")

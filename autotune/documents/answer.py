@@ -14,7 +14,6 @@ from pathlib import Path
 
 from autotune.documents.decoding_profile import ALL, AR, HF, DecodingProfile, Evidence, Gain, OperatingPoint
 from autotune.documents.deployment import RUNTIME, BackendResult
-from autotune.documents.subnet import Subnet
 
 COLUMNS = 80
 """Most characters of a line, unless a name or a command is longer."""
@@ -86,23 +85,8 @@ def _settings(point: OperatingPoint) -> str:
     assert point.draft is not None and point.tree is not None
     kind = "" if point.draft.kind == point.draft.id else f" ({point.draft.kind})"
     shape = f"{'' if point.lossless else 'lossy '}{'chains' if point.tree.is_chain else f'{point.tree.policy} trees'}"
-    words = [f"{shape} of up to {point.tree.max_nodes} tokens", *_subnet(point.draft.subnet)]
-    return f"{point.draft.id}{kind}, {', '.join(words)}"
-
-
-def _subnet(subnet: Subnet) -> list[str]:
-    """The choices of a subnet that differ from the whole draft, in words."""
-    shares = "/".join(f"{100 * share:g}" for share in subnet.head_shares[: 1 if isinstance(subnet.heads, float) else 3])
-    operator = " by ".join(f"{part}" for part in (subnet.operator, subnet.operator_ratio) if part is not None)
-    words = {
-        f"{100 * subnet.visual_keep:g} % of visual tokens": subnet.visual_keep < 1.0,
-        f"target layer {subnet.injection_layer}": subnet.injection_layer is not None,
-        f"{shares} % of heads": subnet.heads not in (None, 1.0),
-        f"operator {operator}": subnet.operator is not None,
-        f"{100 * (subnet.vocabulary or 1.0):g} % of vocabulary": subnet.vocabulary is not None,
-        f"{subnet.weights}": subnet.weights is not None,
-    }
-    return [text for text, is_chosen in words.items() if is_chosen]
+    subnet = point.draft.subnet.label and f", {point.draft.subnet.label}"
+    return f"{point.draft.id}{kind}, {shape} of up to {point.tree.max_nodes} tokens{subnet}"
 
 
 def _over_default(evidence: Evidence) -> list[str]:

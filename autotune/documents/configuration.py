@@ -52,16 +52,6 @@ class Configuration(Document):
         return self.subnet.visual_keep
 
     @property
-    def type(self) -> str:
-        """The tree policy's name."""
-        return str(self.tree["policy"])
-
-    @property
-    def is_default(self) -> bool:
-        """Whether the tree has the policy's default hyperparameters."""
-        return self.tree.keys() == {"policy"}
-
-    @property
     def key(self) -> str:
         """Content hash, equal for equal configurations."""
         return content_key([parse_policy(self.tree).model_dump(), self.model_dump(mode="json", exclude={"tree"})])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -15,7 +14,7 @@ from autotune.documents.subnet import Subnet
 from autotune.documents.table import Table, number, times, with_interval
 from autotune.files import Document, content_key
 from autotune.trees.fallback import RoundPrice
-from autotune.trees.policy import Policy, parse_policy
+from autotune.trees.policy import Policy
 from autotune.trees.verification import LosslessVerification, Verification
 
 AR, HF, TUNED = "ar", "hf", "tuned"
@@ -103,19 +102,11 @@ class OperatingPoint(Document):
         return "off" if self.draft is None or self.tree is None else f"{self.tree.policy}, {self.draft.id}"
 
 
-class ComparedArm(Document):
-    """An arm of the run in which the winner was measured."""
+class ComparedArm(Measured):
+    """An arm of the run in which the winner was measured, on the first ``num_prompts`` evaluation prompts."""
 
     name: str
     predicted_speedup: float | None
-    speedup: float
-    ci95: tuple[float, float]
-    tokens_per_round: float | None
-    tokens_per_second: float
-    num_prompts: int
-    """The arm decoded this many of the first evaluation prompts."""
-    identical_outputs: int
-    """Number of prompts whose output equals plain decoding."""
 
 
 ALL = "all"
@@ -244,17 +235,6 @@ class DecodingProfile(Document, kind="decoding-profile", version=2, made_by="aut
     """Decodes every request."""
     evidence: Evidence
 
-    @model_validator(mode="after")
-    def _is_calibrated_for_its_draft_and_prompts(self) -> DecodingProfile:
-        fit, draft = getattr(self.point.tree, "calibration", None), self.point.draft
-        if fit is None or draft is None:
-            return self
-        if (fit.draft_sha256, fit.workload_sha256) != (draft.sha256, self.workload.tune_sha256):
-            raise ValueError(
-                "point.tree.calibration was fitted to another draft or to other prompts than the profile's; run autotune search again"
-            )
-        return self
-
     @property
     def backend(self) -> str:
         """The program that decodes: this one, or the engine of the point's deployment."""
@@ -281,11 +261,3 @@ class DecodingProfile(Document, kind="decoding-profile", version=2, made_by="aut
         """The profile with paths in place of the names of models that lie beside its file, ``source``."""
         target = self.target.model_copy(update={"id": beside(source, self.target.id)})
         return self.model_copy(update={"target": target, "point": self.point.located(source)})
-
-    @classmethod
-    def parse(cls, content: Any, *, source: Path | str) -> DecodingProfile:
-        point = cls.without_schema(content, source=source).get("point")
-        if isinstance(point, dict) and isinstance(point.get("tree"), dict):
-            # First, because errors of the union type would name the fields of every policy.
-            parse_policy(point["tree"], source=f"{source}: point.tree")
-        return super().parse(content, source=source)

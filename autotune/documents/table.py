@@ -18,7 +18,7 @@ class Table:
     emphasised: int | None = None
     """Index of the row that stands out."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Meanings of names in the table, shown below it."""
+    """The meanings of names in the table, which are shown below it."""
 
 
 def times(ratio: float | None) -> str:

@@ -39,59 +39,78 @@ class BackendContract:
 
     def chosen(self, backend: Backend, left_out: Collection[str] = ()) -> list[Speculation]:
         """The default of every type, and another configuration of it."""
-        configurations = [one for one in reversed(backend.configurations()) if one.type not in left_out]
-        return list({(one.type, one.is_default): one for one in configurations}.values())
+        configurations = [
+            configuration for configuration in reversed(backend.configurations()) if configuration.type not in left_out
+        ]
+        return list(
+            {(configuration.type, configuration.is_default): configuration for configuration in configurations}.values()
+        )
 
     def test_configurations_have_keys_and_labels_of_their_own_and_every_type_a_default(self, backend: Backend) -> None:
-        found = backend.configurations()
-        assert len({one.key for one in found}) == len({one.label for one in found}) == len(found) > 0
-        assert {one.type for one in found if one.is_default} == {one.type for one in found}
+        configurations = backend.configurations()
+        assert (
+            len({configuration.key for configuration in configurations})
+            == len({configuration.label for configuration in configurations})
+            == len(configurations)
+            > 0
+        )
+        assert {configuration.type for configuration in configurations if configuration.is_default} == {
+            configuration.type for configuration in configurations
+        }
 
     def test_plain_answers_are_recorded_once_in_the_order_of_the_prompts(
         self, backend: Backend, prompts: Sequence[WorkloadPrompt], recorded: Any
     ) -> None:
         assert [answer.prompt_sha256 for answer in recorded.answers] == [prompt.sha256 for prompt in prompts]
         assert all(0 < answer.new_tokens == len(answer.tokens) for answer in recorded.answers)
-        assert [one.tokens for one in backend.record(prompts).answers] == [one.tokens for one in recorded.answers]
+        assert [answer.tokens for answer in backend.record(prompts).answers] == [
+            answer.tokens for answer in recorded.answers
+        ]
 
     def test_replay_is_deterministic_and_plain_decoding_drafts_nothing(self, backend: Backend, recorded: Any) -> None:
-        for one in self.chosen(backend):
-            assert backend.replay(one, recorded).counts == backend.replay(one, recorded).counts
+        for configuration in self.chosen(backend):
+            assert backend.replay(configuration, recorded).counts == backend.replay(configuration, recorded).counts
         assert set(backend.replay(None, recorded).counts) == {(0, 0, 0)}
 
     def test_prices_are_positive_times_of_each_prompt(self, backend: Backend, recorded: Any) -> None:
         prices = backend.price(recorded)
-        for one in (None, *self.chosen(backend, prices.left_out)):
-            ms = prices.ms(backend.replay(one, recorded))
+        for configuration in (None, *self.chosen(backend, prices.left_out)):
+            ms = prices.ms(backend.replay(configuration, recorded))
             assert ms.shape == (len(recorded.answers),) and np.isfinite(ms).all() and (ms >= 0).all() and ms.sum() > 0
 
     def test_arms_have_the_counts_of_the_replay(
         self, backend: Backend, prompts: Sequence[WorkloadPrompt], recorded: Any
     ) -> None:
         """In the prompts' order, where an arm's answers are plain decoding's. They carry the arm's key."""
-        for one in (None, *self.chosen(backend, backend.price(recorded).left_out)):
-            with backend.arm(one) as arm:
+        for configuration in (None, *self.chosen(backend, backend.price(recorded).left_out)):
+            with backend.arm(configuration) as arm:
                 arm.prepare(prompts)
                 answers = [arm.decode(prompt) for prompt in prompts]
-            assert [answer.tokens for answer in answers] == [answer.tokens for answer in recorded.answers], one
-            assert list(map(counts_of, answers)) == list(backend.replay(one, recorded).counts), one
-            assert all(type(one) is Decoded and one.arm == arm.key and one.decode_ms >= 0 for one in answers)
+            assert [answer.tokens for answer in answers] == [answer.tokens for answer in recorded.answers], (
+                configuration
+            )
+            assert list(map(counts_of, answers)) == list(backend.replay(configuration, recorded).counts), configuration
+            assert all(
+                type(answer) is Decoded and answer.arm == arm.key and answer.decode_ms >= 0 for answer in answers
+            )
             assert [answer.prompt for answer in answers] == [prompt.name for prompt in prompts]
 
     def test_an_arm_that_keeps_no_state_answers_in_any_order(
         self, backend: Backend, prompts: Sequence[WorkloadPrompt], recorded: Any
     ) -> None:
-        for one in self.chosen(backend, backend.price(recorded).left_out):
-            with backend.arm(one) as arm:
+        for configuration in self.chosen(backend, backend.price(recorded).left_out):
+            with backend.arm(configuration) as arm:
                 assert isinstance(arm.keeps_state, bool)
-                found = {} if arm.keeps_state else {p.sha256: counts_of(arm.decode(p)) for p in reversed(prompts)}
-            expected = dict(zip((p.sha256 for p in prompts), backend.replay(one, recorded).counts, strict=True))
-            assert found in ({}, expected), one.label
+                counts = {} if arm.keeps_state else {p.sha256: counts_of(arm.decode(p)) for p in reversed(prompts)}
+            expected = dict(
+                zip((p.sha256 for p in prompts), backend.replay(configuration, recorded).counts, strict=True)
+            )
+            assert counts in ({}, expected), configuration.label
 
     def test_arms_are_told_apart_by_their_names_and_keys(self, backend: Backend) -> None:
         arms = []
-        for one in [None, backend.configurations()[0]] * 2:
-            with backend.arm(one) as arm:
+        for configuration in [None, backend.configurations()[0]] * 2:
+            with backend.arm(configuration) as arm:
                 arms.append((arm.name, arm.key))
         plain, other = arms[:2]
         assert arms[2:] == [plain, other] and plain[0] != other[0] and plain[1] != other[1]

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from autotune.console import Console
-from autotune.documents.deployment import Deployment, ServedLoad
+from autotune.documents.deployment import Deployment, ServedLoad, loads_table
 from autotune.documents.provenance import ModelReference
 from autotune.documents.speculation import OPTIONS, ModelType, Speculation
 from autotune.engines.backend import Backend, EngineArm
 from autotune.engines.engine_server import EngineServer
-from autotune.engines.loads import loads_table, measure_load
+from autotune.engines.loads import measure_load
 from autotune.engines.prices import PRICED_TOKENS, EnginePrices, Pairs, measure_verifications, served_prices
 from autotune.engines.process import running
 from autotune.engines.replay import (
@@ -97,9 +97,9 @@ class EngineBackend(Backend):
             raise UserError(
                 f"--set {self.name}:url: a server that runs keeps its settings; leave {self.name}:{option} out"
             )
-        if (found := self.find_model(target, local_only=url is not None)) is None:
+        if (loadable := self.find_model(target, local_only=url is not None)) is None:
             raise UserError(f"{target}: {self.name} loads {self.models}; give one")
-        self.target, self.model = found
+        self.target, self.model = loadable
         self.url, self.is_fixed = url, url is not None
         self.console, self.seed, self.build = console or Console(), seed, ""
         self.executable, self.arguments = self.find(command) if url is None else (Path(self.program), [])
@@ -124,17 +124,19 @@ class EngineBackend(Backend):
     def find(cls, command: str | None) -> tuple[Path, list[str]]:
         """The executable and the user's arguments."""
         words = shlex.split(command or cls.program) or [""]
-        found = shutil.which(words[0])
-        if found is None and words[0] == cls.program:  # which ``make engines`` of this project's sources may have built
-            found = shutil.which(user_cache().parent / "autotune-engines" / cls.name / "bin" / cls.program)
-        if found is None:
+        executable = shutil.which(words[0])
+        if (
+            executable is None and words[0] == cls.program
+        ):  # which ``make engines`` of this project's sources may have built
+            executable = shutil.which(user_cache().parent / "autotune-engines" / cls.name / "bin" / cls.program)
+        if executable is None:
             raise UserError(
                 f"{words[0] or 'command'}: no such executable; {cls.install}, or give --set {cls.name}:command=..."
             )
         for word in words[1:]:
             if word.startswith("--spec") or word.partition("=")[0].replace("_", "-") in cls.own_arguments:
                 raise UserError(f"{cls.name}:command: {word} is set by the search; leave it out")
-        return Path(found).resolve(), words[1:]
+        return Path(executable).resolve(), words[1:]
 
     @classmethod
     @abstractmethod
@@ -201,12 +203,12 @@ class EngineBackend(Backend):
             yield server
 
     def configurations(self) -> list[Speculation]:
-        found = [
+        speculations = [
             Speculation(type=kind, options=dict(zip(OPTIONS[kind], values, strict=True)))
             for kind, rows in self.space.items()
             for values in (OPTIONS[kind].values(), *rows)
         ]
-        return list({one.label: one for one in [*found, *self.chains]}.values())
+        return list({speculation.label: speculation for speculation in [*speculations, *self.chains]}.values())
 
     def record(self, prompts: Sequence[WorkloadPrompt], until: float = math.inf) -> EngineRecorded:
         require_served(prompts, reads_images=self.server.reads_images)
@@ -223,9 +225,9 @@ class EngineBackend(Backend):
             longest = sorted(range(len(prompts)), key=lambda number: -len(answers[number].tokens))[:AGAIN]
             again = [server.ask(prompts[number]) for number in longest]
             recorded = EngineRecorded(prompts, answers, again, server.context)
-        if warning := degenerate_answers([one.tokens for one in answers], [one.limit for one in answers]):
+        if warning := degenerate_answers([answer.tokens for answer in answers], [answer.limit for answer in answers]):
             self.console.say(f"answers    {warning}")
-        differing = sum(one.tokens != answers[number].tokens for one, number in zip(again, longest, strict=True))
+        differing = sum(answer.tokens != answers[number].tokens for answer, number in zip(again, longest, strict=True))
         self.console.say(
             f"plain      {sum(len(answer.tokens) for answer in answers)} tokens of {len(prompts)} prompts, in {folder}; asked again, "
             f"{differing} of {len(again)} answers differ"
@@ -335,11 +337,13 @@ class EngineBackend(Backend):
         self, configurations: Sequence[Speculation | None], recorded: EngineRecorded, requests_at_once: int
     ) -> list[ServedLoad]:
         answers, loads = recorded.answers, list[ServedLoad]()
-        longest = max(len(one.prompt_tokens) + one.limit for one in answers) + PRICED_TOKENS[-1]  # with a draft
+        longest = (
+            max(len(answer.prompt_tokens) + answer.limit for answer in answers) + PRICED_TOKENS[-1]
+        )  # with a draft
         with self.console.stage("requests at once", len(configurations)) as update:
-            for number, one in enumerate(configurations, start=1):
-                with self.started(one, requests_at_once, longest) as server:
-                    label = one.label if one else OFF
+            for number, configuration in enumerate(configurations, start=1):
+                with self.started(configuration, requests_at_once, longest) as server:
+                    label = configuration.label if configuration else OFF
                     loads.append(measure_load(server, answers, recorded.prompts, requests_at_once, label))
                 update(number, len(configurations))
         self.console.show(loads_table(loads))

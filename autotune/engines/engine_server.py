@@ -93,23 +93,23 @@ class EngineServer(ABC):
         advice: str = ADVICE,
     ) -> T:
         """The value at some keys of a reply, which has to be of a kind."""
-        found: Any = self.read_json(path, body, advice)
+        content: Any = self.read_json(path, body, advice)
         with self.reply_of(path):
             for key in keys:
-                found = found[key]
-            return kind.validate_python(found, strict=True)
+                content = content[key]
+            return kind.validate_python(content, strict=True)
 
     def read(self, path: str, body: dict[str, Any] | None = None, advice: str = ADVICE) -> bytes:
         return b"".join(self.lines(path, body, advice))
 
     def metrics(self, advice: str = ADVICE) -> Counter[str]:
         """The counters of speculation and of answers' tokens by name, summed over the engine's replicas."""
-        text, found = self.read("/metrics", advice=advice).decode(errors="replace"), Counter[str]()
+        text, counters = self.read("/metrics", advice=advice).decode(errors="replace"), Counter[str]()
         with self.reply_of("/metrics"):
             for name, value in SAMPLE.findall(text):
-                found[name] += int(float(value))
-            TOKENS.validate_python(list(found.values()))
-        return found
+                counters[name] += int(float(value))
+            TOKENS.validate_python(list(counters.values()))
+        return counters
 
     def streamed(self, path: str, body: dict[str, Any]) -> Iterator[tuple[dict[str, Any], float]]:
         """Parts of a reply, and seconds from the request to each."""

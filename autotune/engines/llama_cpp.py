@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from autotune.documents.provenance import ModelReference
 from autotune.documents.speculation import ModelType, Speculation
@@ -17,24 +17,15 @@ from autotune.files import known_sha256_of
 from autotune.modeling.gguf import architecture_of, find_gguf, require_chat_template
 from autotune.workloads.prompt import WorkloadPrompt
 
-FIXED = ("--metrics", "--cache-ram", "0")
-"""Arguments of every server: counters; no prompts of former requests."""
 PRICED_BY = Speculation(type="ngram-mod", options={"n-match": 4, "n-min": 0, "n-max": 64})
 REPEATED_TOKENS = 8  # that price a verification: more than n-match
-SPACE: dict[str, Sequence[tuple[float, ...]]] = {
-    "ngram-simple": [
-        *((1, most) for most in (3, 12, 16, 24, 32, 48)),
-        *((2, most) for most in (4, 6, 16, 24)),
-        *((3, 6), (3, 48), (4, 8), (4, 24), (6, 24)),
-    ],
-    "ngram-mod": [(4, 0, 8), (4, 2, 4), (8, 0, 8), (10, 2, 8), (20, 4, 24)],
-}
-"""Settings besides the defaults, of which the fastest is that of 700 (``benchmarks/engine_regret.py``)."""
 VERIFICATIONS = "llamacpp:spec_decode_num_drafts_total"
 FILE_TYPE_KEY = b"general.file_type"
 MOST_HEADER = 1 << 26  # bytes of a GGUF file before its tensors
-FILE_TYPES = {0: "float32", 1: "float16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K"}
-FILE_TYPES |= {12: "Q3_K_M", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 32: "bfloat16"}
+FILE_TYPES = {
+    **{0: "float32", 1: "float16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K"},
+    **{12: "Q3_K_M", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 32: "bfloat16"},
+}
 """Most files' types of weights, by ``general.file_type``."""
 
 
@@ -132,7 +123,16 @@ class LlamaBackend(EngineBackend):
     server = LlamaServer
     own_arguments = ("-m", "--model", "-a", "--alias", "-np", "--parallel", "--host", "--port")
     tested = (PRICED_BY, Speculation(type="ngram-simple", options={"size-n": 12, "size-m": 16}))
-    space = SPACE
+    space: ClassVar[
+        dict[str, Sequence[tuple[float, ...]]]
+    ] = {  # of which the fastest is that of 700 (``benchmarks/engine_regret.py``)
+        "ngram-simple": [
+            *((1, most) for most in (3, 12, 16, 24, 32, 48)),
+            *((2, most) for most in (4, 6, 16, 24)),
+            *((3, 6), (3, 48), (4, 8), (4, 24), (6, 24)),
+        ],
+        "ngram-mod": [(4, 0, 8), (4, 2, 4), (8, 0, 8), (10, 2, 8), (20, 4, 24)],
+    }
 
     @classmethod
     def find_model(cls, target: str, *, local_only: bool = False) -> tuple[str, ModelReference] | None:
@@ -152,9 +152,7 @@ class LlamaBackend(EngineBackend):
         if self.url is None and "--chat-template" not in " ".join(self.arguments):
             require_chat_template(Path(self.target))
         with Path(self.target).open("rb") as file:
-            _, _, value = file.read(MOST_HEADER).partition(
-                FILE_TYPE_KEY
-            )  # llama-quantize writes it behind the vocabulary
+            value = file.read(MOST_HEADER).partition(FILE_TYPE_KEY)[2]  # llama-quantize writes it behind the vocabulary
         number = int.from_bytes(value[4:8], "little") if value else -1  # after its type
         return FILE_TYPES.get(number, "quantized")
 
@@ -162,8 +160,9 @@ class LlamaBackend(EngineBackend):
         return [str(self.executable), "-m", self.target, *self.arguments, *llama_arguments(speculation)]
 
     def own_words(self, alias: str, at_once: int, longest: int) -> list[str]:
+        """With counters, and without prompts of former requests in a cache."""
         room = ["--ctx-size", f"{at_once * longest}"] if longest else []
-        return [*FIXED, "--parallel", f"{at_once}", *room, "--alias", alias]
+        return ["--metrics", "--cache-ram", "0", "--parallel", f"{at_once}", *room, "--alias", alias]
 
     def build_of(self, server: EngineServer) -> str:
         """SHA-256 of the executable and the libraries next to it: builds from a source archive have no version."""

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from autotune.documents.deployment import ServedLoad
-from autotune.documents.table import Table, times
 from autotune.engines.engine_server import EngineServer
 from autotune.engines.served import Served
 from autotune.workloads.prompt import WorkloadPrompt
@@ -40,22 +39,3 @@ def measure_load(
         token_ms=tuple(np.percentile(token_ms, [50, 95]).tolist()),
         identical=sum(tokens == answer.tokens for (tokens, _), answer in zip(replies, answers, strict=True)),
     )
-
-
-def loads_table(loads: Sequence[ServedLoad]) -> Table:
-    """A row for each load; the first one is without speculation."""
-    rates = [load.tokens / load.seconds for load in loads]
-    rows = [
-        [
-            load.label,
-            f"{load.requests_at_once}",
-            f"{rate:.1f}",
-            times(rate / rates[0]),
-            *("{:.0f}, {:.0f}".format(*ms) for ms in (load.first_token_ms, load.token_ms)),
-            f"{load.identical}/{load.requests}",
-        ]
-        for load, rate in zip(loads, rates, strict=True)
-    ]
-    title = f"{loads[0].requests} requests, prompts read in their time; median and 95th percentile of requests"
-    columns = ["settings", "at once", "tokens/s", "of off", "first token, ms", "output token, ms", "plain's answer"]
-    return Table(title, columns, rows)

@@ -62,8 +62,8 @@ class ModelFiles:
     @property
     def dtype(self) -> str:
         """The precision of the weights; ``auto`` where the config does not say."""
-        found = (config.get(key) for config in (self.config, self.text_config) for key in DTYPES)
-        return next((dtype for dtype in found if isinstance(dtype, str)), "auto")
+        dtypes = (config.get(key) for config in (self.config, self.text_config) for key in DTYPES)
+        return next((dtype for dtype in dtypes if isinstance(dtype, str)), "auto")
 
     @property
     def has_mrope(self) -> bool:
@@ -128,7 +128,12 @@ def text_part(source: ModelFiles, folder: Path, name: str) -> Path:
     if (folder / CONFIG).exists():
         return folder
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(text.get("model_type")))
-    weights = {new: weight for old, weight in source.weights().items() if (new := _text_name(old)) is not None}
+    weights = {
+        alone + name.removeprefix(inside): weight
+        for inside, alone in TEXT_PREFIXES.items()
+        for name, weight in source.weights().items()
+        if name.startswith(inside)
+    }
     if architecture is None or not weights:
         raise UserError(
             f"{name}: vLLM takes the text part of this draft, and transformers has no text model of type "
@@ -216,11 +221,3 @@ def _as_mimo(draft: ModelFiles, target: ModelFiles, folder: Path) -> Path:
     head = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 1}
     write_model(folder, config | head | {"num_nextn_predict_layers": 1}, weights)
     return folder
-
-
-def _text_name(name: str) -> str | None:
-    """The name of a weight in the text model alone; None for weights of other parts."""
-    for prefix, replacement in TEXT_PREFIXES.items():
-        if name.startswith(prefix):
-            return replacement + name.removeprefix(prefix)
-    return None

@@ -67,10 +67,10 @@ def measure_verifications(
         PricedStep(
             tokens=n,
             context=context,
-            wall_ms=[one.decode_ms for one in found[1:][-REPEATS:]],
-            cpu_ms=[one.cpu_ms for one in found[1:][-REPEATS:]],
+            wall_ms=[answer.decode_ms for answer in answers[1:][-REPEATS:]],
+            cpu_ms=[answer.cpu_ms for answer in answers[1:][-REPEATS:]],
         )
-        for (n, context), found in samples.items()
+        for (n, context), answers in samples.items()
     ]
 
 
@@ -113,11 +113,6 @@ class EnginePrices(Prices):
             ms[tokens > 1] += number * self.pass_ms(tokens, (unit + 0.5) * CONTEXT_STEP)
         return ms[False], ms[True]
 
-    def request_ms(self, request: RequestReplay) -> float:
-        """The time of a request in a server that speculates."""
-        plain, verifying = self.parts_ms(request)
-        return self.factors["step"] * plain + self.factors["verification"] * verifying
-
     def ms(self, steps: EngineSteps | ChainSteps) -> Floats:
         """See ``Prices.ms``. A token of a prompt that a chain did not decode takes the mean time of the others'."""
         new_tokens = np.array(steps.new_tokens)
@@ -125,8 +120,9 @@ class EnginePrices(Prices):
             rates = [self.time_of(answer) / max(1, len(answer.tokens) - 1) for answer in steps.answers]
             missing = len(new_tokens) - len(rates)
             return np.array(rates + [float(np.mean(rates))] * missing) * new_tokens
+        plain, verifying = np.array([self.parts_ms(request) for request in steps.requests]).T
         factor = self.factors["plain"] if steps.speculation is None else 1.0
-        return factor * np.array([self.request_ms(request) for request in steps.requests])
+        return factor * (self.factors["step"] * plain + self.factors["verification"] * verifying)
 
     def time_of(self, answer: Served) -> float:
         """The time of an answer on the prices' clock."""

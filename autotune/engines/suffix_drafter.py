@@ -38,20 +38,20 @@ class SuffixDrafter(Drafter):
         self.answers: list[int] = []
         self.ends: dict[int, list[int]] = {}  # places after each token of the answers
         self.request: KnownRequest | None = None
-        self.length = self.kept = self.accepted = 0
+        self.length = self.entered = self.accepted = 0
 
     def begin(self, request: KnownRequest) -> None:
         self._keep(self.length + self.accepted + 2)
         self.answers.append(SEPARATOR)
-        self.request, self.kept, self.accepted = request, request.prompt_length, 0
+        self.request, self.entered, self.accepted = request, request.prompt_length, 0
         self.length = request.prompt_length - 1
 
     def _keep(self, end: int) -> None:
         """Add the generated tokens before ``end`` to the answers."""
-        for token in self.request.tokens[self.kept : end] if self.request else ():
+        for token in self.request.tokens[self.entered : end] if self.request else ():
             self.answers.append(token)
             self.ends.setdefault(token, []).append(len(self.answers))
-        self.kept = end
+        self.entered = end
 
     def draft(self, request: KnownRequest, length: int) -> list[int]:
         self.length, self.accepted = length, 0
@@ -59,9 +59,9 @@ class SuffixDrafter(Drafter):
         text = request.tokens[: length + 1]
         places = request.places(1)[text[-1],]
         context, read = text[-self.depth :], places[: bisect.bisect_right(places, length)]
-        own = self._best(text, context, [place + 1 for place in read])
-        other = self._best(self.answers, context, self.ends[text[-1]])
-        return (own if own[0] >= other[0] else other)[1]
+        of_request = self._best(text, context, [place + 1 for place in read])
+        of_answers = self._best(self.answers, context, self.ends[text[-1]])
+        return (of_request if of_request[0] >= of_answers[0] else of_answers)[1]
 
     def accept(self, accepted: int) -> None:
         self.accepted = accepted

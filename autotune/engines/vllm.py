@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from autotune.documents.provenance import ModelReference
 from autotune.documents.speculation import OPTIONS, ModelType, Speculation
@@ -34,23 +34,10 @@ PRICED_BY = Speculation(
 FIRST_TEXT_TOKEN = 300  # of most vocabularies; smaller ones may control the chat
 BLOCK = 16  # tokens: blocks of the prefix cache have a multiple of it
 SETTLING_S = 10.0  # longest time after an answer until the engine has counted it
-SPACE: dict[str, Sequence[tuple[float, ...]]] = {
-    "ngram": [
-        *((1, 5, 3), (1, 6, 24), (1, 8, 12), (2, 8, 12), (3, 4, 6), (3, 8, 24), (4, 8, 6), (4, 8, 12)),
-        *((6, 10, 8), (10, 10, 4), (10, 10, 6), (10, 16, 8)),
-    ],
-    "suffix": [
-        *((8, 4.0, 0.3, 5), (24, 0.5, 0.5, 24), (24, 2.0, 0.2, 24), (24, 2.0, 0.5, 8)),
-        *((24, 4.0, least, 24) for least in (0.05, 0.1, 0.2, 0.3)),
-    ],
-}
-"""Settings besides the defaults, of which the fastest is that of 700 (``benchmarks/engine_regret.py``)."""
 CONVERTED = WORKSPACE / "engines" / "models"
 """Checkpoints that were written in a form that vLLM loads."""
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 """A prompt of text is sent as its tokens, and one with images as a chat, because tokens hold no pixels."""
-Request = dict[str, Any]
-"""The part of a request's body that says what is decoded: ``prompt``, or ``messages`` with the images."""
 GENERATED = "vllm:generation_tokens_total"
 COUNTERS = tuple(f"vllm:spec_decode_num_{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens"))
 """Verifications, draft tokens and accepted ones of all requests; missing where vLLM does not speculate."""
@@ -68,7 +55,7 @@ def vllm_arguments(speculation: Speculation | None) -> list[str]:
     ]
 
 
-def chat_request(prompt: WorkloadPrompt) -> Request:
+def chat_request(prompt: WorkloadPrompt) -> dict[str, Any]:
     """A prompt as a chat of OpenAI's API, with its images as data URLs of PNG files, which keep every pixel."""
     if not prompt.images:
         return text_chat(prompt)
@@ -84,11 +71,6 @@ def chat_request(prompt: WorkloadPrompt) -> Request:
         "mm_processor_kwargs": prompt.settings.model_dump(include={"min_pixels", "max_pixels"}, exclude_none=True),
     }
     return {"messages": messages, **{name: value for name, value in options.items() if value}}
-
-
-def request_of(tokens: list[int], prompt: WorkloadPrompt | None = None) -> Request:
-    """The request for the answer to a prompt of these tokens: ``prompt`` has its images, if any."""
-    return chat_request(prompt) if prompt is not None and prompt.images else {"prompt": tokens}
 
 
 class VllmServer(EngineServer):
@@ -117,10 +99,9 @@ class VllmServer(EngineServer):
 
     def answer(self, tokens: list[int], limit: int, prompt: WorkloadPrompt | None = None) -> Served:
         """After a request that only reads the prompt, unless the server drafts from its earlier answers."""
-        request = request_of(tokens, prompt)
         if not self.keeps_answers:
-            self._counted(tokens, 1, request)
-        return self._counted(tokens, limit, request)
+            self._counted(tokens, 1, prompt)
+        return self._counted(tokens, limit, prompt)
 
     def continuation(self, answer: Served, prompt: WorkloadPrompt | None = None) -> list[int]:
         """vLLM verifies, and counts, the part of a draft that lies beyond the end. A chat is answered again, as its
@@ -132,28 +113,31 @@ class VllmServer(EngineServer):
             return []
         if prompt is None or not prompt.images:
             return self._counted([*tokens, *known], room, ignore_eos=True).tokens
-        return self._counted(tokens, len(known) + room, chat_request(prompt), ignore_eos=True).tokens[len(known) :]
+        return self._counted(tokens, len(known) + room, prompt, ignore_eos=True).tokens[len(known) :]
 
     def verify(self, prompt: list[int], n: int) -> Served:
         """The prompt ends in a run of a token that is not in it, and no other is allowed. Where the run is longer than
         ``prompt_lookup_max``, vLLM drafts what lies behind the first of its n-grams.
         """
-        token = next(one for one in range(FIRST_TEXT_TOKEN, FIRST_TEXT_TOKEN + len(prompt) + 1) if one not in prompt)
+        token = next(
+            candidate
+            for candidate in range(FIRST_TEXT_TOKEN, FIRST_TEXT_TOKEN + len(prompt) + 1)
+            if candidate not in prompt
+        )
         run = 0 if n == 1 else int(PRICED_BY.options["prompt_lookup_max"]) + n - 2
         return self._counted([*prompt, *[token] * run], n + 1, ignore_eos=True, allowed_token_ids=[token])
 
-    def _counted(self, tokens: list[int], limit: int, request: Request | None = None, **options: Any) -> Served:
+    def _counted(self, tokens: list[int], limit: int, prompt: WorkloadPrompt | None = None, **options: Any) -> Served:
         """Decode one prompt greedily, while the server decodes nothing else."""
         before, cpu_ms = self.metrics(), self.cpu_ms()
-        parts, seconds, is_ended = self._decode(tokens, limit, request or request_of(tokens), **options)
-        found = list(itertools.chain(*parts))
+        answer, seconds, is_ended = self._decode(tokens, limit, prompt, **options)
         cpu_ms = max(0.0, self.cpu_ms() - cpu_ms)
-        rounds, drafted, accepted = self._counts_since(before, len(found))
+        rounds, drafted, accepted = self._counts_since(before, len(answer))
         with self.reply_of(COMPLETIONS):
             spent = seconds[-1] - seconds[0]
             return Served.of(
                 tokens,
-                found,
+                answer,
                 limit,
                 is_ended=is_ended,
                 rounds=rounds,
@@ -180,30 +164,31 @@ class VllmServer(EngineServer):
         return [now[name] - before[name] for name in COUNTERS]
 
     def _decode(
-        self, tokens: list[int], limit: int, request: Request, **options: Any
-    ) -> tuple[list[list[int]], list[float], bool]:
-        """Tokens of each part of the reply, the seconds from the request to each, and whether the last token ends the
-        generation.
+        self, tokens: list[int], limit: int, prompt: WorkloadPrompt | None, **options: Any
+    ) -> tuple[list[int], list[float], bool]:
+        """The tokens of the reply, the seconds from the request to each of its parts, and whether the last token ends
+        the generation. ``prompt`` has the images, if any.
         """
-        path = COMPLETIONS if "prompt" in request else CHAT
+        path, request = COMPLETIONS, {"prompt": tokens}
+        if prompt is not None and prompt.images:
+            path, request = CHAT, chat_request(prompt)
         body = {"model": self.alias, "max_tokens": limit, "temperature": 0.0, "return_token_ids": True}
         body |= request | options
         if len(tokens) % BLOCK == 1:  # with all blocks in the cache, vLLM would pad the first pass with drafts
             body["cache_salt"] = os.urandom(8).hex()
-        found, seconds, is_ended = list[list[int]](), list[float](), False
+        answer, seconds, is_ended = list[int](), list[float](), False
         for event, second in self.streamed(path, body):
             with self.reply_of(path):
                 (part,) = event["choices"]
                 if path == CHAT and "role" in part["delta"]:  # without tokens
                     continue
                 seconds.append(second)
-                found.append(TOKENS.validate_python(part["token_ids"], strict=True))
+                answer += TOKENS.validate_python(part["token_ids"], strict=True)
                 is_ended = part["finish_reason"] == "stop"
-        return found, seconds, is_ended
+        return answer, seconds, is_ended
 
     def stream(self, answer: Served, prompt: WorkloadPrompt | None = None) -> tuple[list[int], list[float]]:
-        parts, seconds, _ = self._decode(answer.prompt_tokens, answer.limit, request_of(answer.prompt_tokens, prompt))
-        return list(itertools.chain(*parts)), seconds
+        return self._decode(answer.prompt_tokens, answer.limit, prompt)[:2]
 
     def text(self, tokens: Sequence[int]) -> str:
         return self.value("/detokenize", TEXT, "prompt", body={"model": self.alias, "tokens": list(tokens)})
@@ -219,7 +204,18 @@ class VllmBackend(EngineBackend):
     server = VllmServer
     own_arguments = ("--model", "--served-model-name", "--host", "--port", "-sc")
     tested = (PRICED_BY, Speculation(type="suffix", options=OPTIONS["suffix"]))
-    space = SPACE
+    space: ClassVar[
+        dict[str, Sequence[tuple[float, ...]]]
+    ] = {  # of which the fastest is that of 700 (``benchmarks/engine_regret.py``)
+        "ngram": [
+            *((1, 5, 3), (1, 6, 24), (1, 8, 12), (2, 8, 12), (3, 4, 6), (3, 8, 24), (4, 8, 6), (4, 8, 12)),
+            *((6, 10, 8), (10, 10, 4), (10, 10, 6), (10, 16, 8)),
+        ],
+        "suffix": [
+            *((8, 4.0, 0.3, 5), (24, 0.5, 0.5, 24), (24, 2.0, 0.2, 24), (24, 2.0, 0.5, 8)),
+            *((24, 4.0, least, 24) for least in (0.05, 0.1, 0.2, 0.3)),
+        ],
+    }
     tolerated_mismatches = 0.1  # tokens beyond an answer's end are rounded otherwise when asked for
     has_one_loop = False  # it schedules a pass while the last one runs, unless it speculates by n-grams or suffixes
     pause_s = 1.2

@@ -85,18 +85,18 @@ class StudyDocument(Document, kind="study", made_by="autotune search"):
         measured = [*self.finalists, *self.defaults]
         rows = [
             [
-                found.name,
-                with_interval(found.predicted_speedup, found.interval90)
-                if found.predicted_speedup and found.interval90
-                else times(found.predicted_speedup),
-                with_interval(found.speedup, found.ci95),
-                percent(found.predicted_speedup / found.speedup - 1) if found.predicted_speedup else "-",
-                f"{found.num_runs}{', eliminated' if found.is_eliminated else ''}",
+                result.name,
+                with_interval(result.predicted_speedup, result.interval90)
+                if result.predicted_speedup and result.interval90
+                else times(result.predicted_speedup),
+                with_interval(result.speedup, result.ci95),
+                percent(result.predicted_speedup / result.speedup - 1) if result.predicted_speedup else "-",
+                f"{result.num_runs}{', eliminated' if result.is_eliminated else ''}",
             ]
-            for found in measured
+            for result in measured
         ]
         columns = ["configuration", "predicted, 90 %", "measured, 95 %", "error", "runs"]
-        labels = {found.name: found.configuration.label for found in measured}
+        labels = {result.name: result.configuration.label for result in measured}
         return [Table("Finalists and published defaults on tuning prompts", columns, rows, labels=labels)]
 
     def may_be_of(self, profile: DecodingProfile) -> bool:
@@ -126,8 +126,8 @@ def load_study(folder: Path, profile: DecodingProfile | None = None) -> StudyDoc
     studies = [StudyDocument.load(path) for path in reversed(files_by_age(folder, "study*.json"))]
     if profile is None:
         return next(iter(studies), None)
-    own = [study for study in studies if study.may_be_of(profile)]
-    return max(own, key=lambda study: study.likeness(profile), default=None)
+    candidates = [study for study in studies if study.may_be_of(profile)]
+    return max(candidates, key=lambda study: study.likeness(profile), default=None)
 
 
 def newest_profile(folder: Path) -> Path | None:
@@ -147,9 +147,9 @@ def find_study(profile: DecodingProfile, source: Path) -> Path | None:
     folders = {path.resolve(): path for root in roots if root.is_dir() for path in root.iterdir() if path.is_dir()}
     if any(source.parent.glob("study*.json")):
         folders[source.parent.resolve()] = source.parent
-    found: dict[Path, tuple[bool, bool]] = {}
+    likeness_of: dict[Path, tuple[bool, bool]] = {}
     for path in sorted(folders.values(), key=lambda path: (-path.stat().st_mtime, path.name)):
         with suppress(UserError):
             if (document := load_study(path, profile)) is not None:
-                found[path] = document.likeness(profile)
-    return max(found, key=found.__getitem__, default=None)
+                likeness_of[path] = document.likeness(profile)
+    return max(likeness_of, key=likeness_of.__getitem__, default=None)

@@ -23,7 +23,7 @@ from tests.sample_documents import DEVICE, decoding_profile
 PROMPTS = tuple(WorkloadPrompt(f"prompt {n}", Prompt(prompt=f"{n}"), ()) for n in range(3))
 RUNS = [prompt_evidence(prompt.name, prompt_sha256=prompt.sha256) for prompt in PROMPTS]
 WORKLOAD = Workload("digits", "evaluate", PROMPTS)
-CHECKED = CheckedWorkload(WORKLOAD, RUNS, check_result().workloads[0], [], {})
+CHECKED = CheckedWorkload(WORKLOAD, RUNS, check_result().workloads[0], [])
 
 
 @dataclass
@@ -57,7 +57,7 @@ class World:
         sides = []
         for name, fields in (("base", base), ("head", {})):
             known: dict[str, Any] = {"label": f"the {name}", "key": name, "profile": profile, **fields}
-            sides.append(Side(launch=lambda _, name=name: self.launch(name), **known))  # type: ignore[misc]
+            sides.append(Side(launch=lambda name=name: self.launch(name), **known))  # type: ignore[misc]
         settings = SimpleNamespace(seed=seed)
         backend = SimpleNamespace(settings=settings, console=Console(), hardware=DEVICE, rounding=rounding)
         return Comparison(*sides, Design(), cast(CheckedBackend, backend))

@@ -193,7 +193,7 @@ def test_a_lower_accepted_length_fails_without_timing_where_counts_repeat(
     assert check("proven.json").verdict == "passed"
     calls = iter(range(10_000))
     accept_less(monkeypatch, lambda: 1 + (is_random and next(calls) % 5 == 0))
-    monkeypatch.setattr(in_runtime, "WorkerProcess", None)
+    monkeypatch.setattr(in_runtime, "WorkerProcess", object)
     against = "lossless.json" if verdict == "failed" else None
     result = check("proven.json", against=against)
     assert (result.exit_code, gates(result)[COUNTS].verdict) == (int(verdict == "failed"), verdict)
@@ -254,14 +254,17 @@ class InProcess(Arm, AbstractContextManager["InProcess"]):
 
     launched: list[str]
 
-    def __init__(self, version: Version, inputs: Mapping[str, Path], options: Any, log: Path) -> None:
+    def __init__(self, version: Version, inputs: Path, options: Any, log: Path) -> None:
         self.inputs, self.decoder = inputs, autotune.load(version.profile, **options)
         self.launched.append(version.name)
 
     def __exit__(self, *_: object) -> None: ...
 
     def decode(self, prompt: WorkloadPrompt) -> Decoded:
-        request = {"inputs": str(self.inputs[prompt.name]), "settings": {**prompt.settings.generation}}
+        request = {
+            "inputs": str(self.inputs / f"{prompt.sha256}.safetensors"),
+            "settings": {**prompt.settings.generation},
+        }
         answer = {**worker.decode(self.decoder, request), "decode_ms": 100.0 + len(self.launched) % 7}
         return Decoded(arm="", prompt=prompt.name, prompt_sha256=prompt.sha256, **answer)
 

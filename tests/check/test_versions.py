@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import autotune
 from autotune.check import versions, worker
-from autotune.check.versions import PACKAGE, WORKER, Version, WorkerProcess, base_of, requirements
+from autotune.check.versions import PACKAGE, WORKER, Version, WorkerProcess, base_of
 from autotune.documents.decoded import tokens_key
 from autotune.errors import UserError
 from autotune.machine.device import fingerprint
@@ -129,13 +129,6 @@ def test_an_unknown_revision_is_refused(
         pass
 
 
-def test_only_requirements_are_compared(tmp_path: Path) -> None:
-    (tmp_path / "pyproject.toml").write_text(PYPROJECT)
-    (tmp_path / "requirements.txt").write_text("torch\n")
-    project = {"dependencies": ["numpy>=2"], "requires-python": None}
-    assert requirements(tmp_path) == {"requirements.txt": b"torch\n", **project}
-
-
 # -------- processes
 
 PROMPT = WorkloadPrompt("prompt", Prompt(prompt="prompt", max_new_tokens=20), ())
@@ -143,9 +136,8 @@ PROMPT = WorkloadPrompt("prompt", Prompt(prompt="prompt", max_new_tokens=20), ()
 
 def process(folder: Path, name: str = "base", code: Path = PACKAGE) -> WorkerProcess:
     """A worker of the profile ``p.json`` in a folder, and of the inputs of ``PROMPT``."""
-    inputs = {name: folder / f"{name}.safetensors" for name in ("prompt", "gone")}
     version = Version(name, "main (0123456789)", folder / "p.json", code)
-    return WorkerProcess(version, inputs, {"device": "cpu"}, log=folder / "log")
+    return WorkerProcess(version, folder, {"device": "cpu"}, log=folder / "log")
 
 
 def test_a_worker_process_decodes_and_reports_failures(pair: Pair, prompts: dict[str, Inputs], tmp_path: Path) -> None:
@@ -153,7 +145,7 @@ def test_a_worker_process_decodes_and_reports_failures(pair: Pair, prompts: dict
     target, draft = (reference(str(path)) for path in (pair.target_folder, pair.draft_folder))
     decoding_profile(target, draft, hardware=fingerprint("cpu")).save(tmp_path / "p.json")
     tensors = {name: value.contiguous() for name, value in prompts["image"].items()}
-    save_file(tensors, tmp_path / "prompt.safetensors")
+    save_file(tensors, tmp_path / f"{PROMPT.sha256}.safetensors")
     with process(tmp_path, "head") as head:
         head.prepare([PROMPT])
         found = head.decode(PROMPT)
@@ -166,8 +158,8 @@ def test_a_worker_process_decodes_and_reports_failures(pair: Pair, prompts: dict
         assert (found.target_forwards, found.draft_forwards) == (stats.target_forwards, stats.draft_forwards)
         assert found.verified_nodes == sum(stats.verified_nodes) and found.plain_steps == 0
         assert found.new_tokens == 20 and found.decode_ms > 0
-        with pytest.raises(RuntimeError, match=r"head.*gone\.safetensors"):  # a fault of the code under test
-            head.decode(replace(PROMPT, name="gone"))
+        with pytest.raises(RuntimeError, match=r"head.*\.safetensors"):  # a fault of the code under test
+            head.decode(replace(PROMPT, settings=Prompt(prompt="gone")))
     assert "Traceback" in (tmp_path / "log").read_text()
 
 

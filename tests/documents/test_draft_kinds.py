@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import save_file
 
-from autotune.cli.main import main
 from autotune.drafters.checkpoint import load_draft
 from autotune.modeling.loading import load_model
 from autotune.modeling.target import Target
@@ -46,10 +44,3 @@ def test_a_dflash_draft_is_refused_in_a_line_that_names_where_it_runs(
         with refused(message) as caught:
             load()
         assert "\n" not in str(caught.value)
-
-
-def test_a_command_ends_with_exit_code_2(text_pair: Pair, tmp_path: Path) -> None:
-    draft = write_dflash(tmp_path / "draft", "authors")
-    words = ["record", "--target", text_pair.target_folder, "--draft", draft]
-    result = CliRunner().invoke(main, [*map(str, words)])
-    assert result.exit_code == 2 and "drafts of kind dflash" in result.stderr.splitlines()[-1], result.output
