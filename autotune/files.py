@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, get_args
 import platformdirs
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from autotune.errors import UserError, nearest
+from autotune.errors import UserError, nearest, reading
 from autotune.strict_parsing import parse_json, parse_yaml
 
 if TYPE_CHECKING:
@@ -201,18 +201,14 @@ def read_text(path: Path) -> str:
 
 def read_yaml(path: Path) -> Any:
     """The content of a YAML file (see ``parse_yaml``); a ``UserError`` if it is none."""
-    try:
+    with reading(f"{path}: not YAML", "fix the file"):
         return parse_yaml(read_text(path))
-    except ValueError as error:
-        raise UserError(f"{path}: not YAML ({error}); fix the file") from None
 
 
 def read_json(path: Path) -> Any:
     """The content of a JSON file (see ``parse_json``); a ``UserError`` if it is none."""
-    try:
+    with reading(f"{path}: not a complete JSON document", "restore the file, or make it again"):
         return parse_json(read_text(path))
-    except ValueError as error:
-        raise UserError(f"{path}: not a complete JSON document ({error}); restore the file, or make it again") from None
 
 
 def parse_kind(value: Any, kinds: Mapping[str, type[D]], *, key: str, what: str, source: str) -> D:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from autotune.errors import UserError
+from autotune.errors import UserError, reading
 from autotune.files import Document, describe
 from autotune.strict_parsing import parse_json
 from autotune.workloads.chat import Message, Variables, without_paths
@@ -159,11 +159,8 @@ class CompletionRequest(Generation):
         if isinstance(self.prompt, list):
             tokens = torch.tensor([self.prompt], dtype=torch.long, device=device)
             return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-        try:
+        with reading("prompt: the processor refuses it", "change the text"):  # such as image tokens in the text
             return dict(processor(text=self.prompt, return_tensors="pt").to(device))
-        except Exception as error:  # image tokens typed into the text
-            reason = " ".join(str(error).split())[:200]
-            raise UserError(f"prompt: the processor refuses it ({reason}); change the text") from None
 
 
 class ChatRequest(Generation):
@@ -280,14 +277,11 @@ def read_images(urls: Sequence[str]) -> list[Image]:
         kind, _, data = url.partition(";base64,")
         if not kind.startswith("data:image/"):
             raise UserError(f"image {number}: this server fetches nothing; send a data URL, data:image/png;base64,...")
-        try:
+        with reading(f"image {number}: not a readable image", "send another PNG, JPEG, WebP or GIF"):
             image = PILImage.open(io.BytesIO(base64.b64decode(data, validate=True)), formats=IMAGE_FORMATS)
             num_pixels += image.width * image.height
-            if num_pixels <= MAX_PIXELS and max(image.size) <= MAX_ASPECT * min(image.size):
-                images.append(as_shown(image))
-                continue
-            reason = f"{image.width} x {image.height} pixels; at most {MAX_PIXELS} in all, {MAX_ASPECT} times as long as wide"
-        except Exception as error:  # PIL's readers of damaged files raise anything
-            reason = f"not a readable image, {' '.join(str(error).split())[:200]}"
-        raise UserError(f"image {number}: {reason}; send another PNG, JPEG, WebP or GIF")
+            if num_pixels > MAX_PIXELS or max(image.size) > MAX_ASPECT * min(image.size):
+                rule = f"at most {MAX_PIXELS} pixels in all, and {MAX_ASPECT} times as long as wide"
+                raise ValueError(f"{image.width} x {image.height} pixels; {rule}")
+            images.append(as_shown(image))
     return images

@@ -40,7 +40,6 @@ class ChainPolicy(TreePolicy):
     def size(self) -> TreeSize:
         return TreeSize(depth=self.depth, nodes=self.depth, grown=self.depth, width=1, proposals=1)
 
-
     @property
     def changed(self) -> dict[str, Any]:
         """The depth, even where it is the default, and a floor where there is one."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 
-from autotune.errors import UserError
+from autotune.errors import UserError, reading
 from autotune.files import Document
 from autotune.workloads.chat import (
     Message,
@@ -245,13 +245,9 @@ class WorkloadPrompt:
             options = {"do_sample_frames": False, "video_metadata": metadata}
         if limits := self._limits(processor):
             options["images_kwargs"] = {"size": limits}
-        try:
-            encoded = self._encode(processor, options)
-        except Exception as error:  # image tokens typed into the text, text that is not Unicode, a broken template
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
-            message = f"{self.name}: the processor refuses the prompt ({reason}); fix its text or images, or the chat template"
-            raise UserError(message) from None
-        return dict(encoded.to(device))
+        # Such as image tokens in the text, text that is not Unicode, or a broken template.
+        with reading(f"{self.name}: the processor refuses the prompt", "fix its text, images, or the chat template"):
+            return dict(self._encode(processor, options).to(device))
 
     def _encode(self, processor: Any, options: dict[str, Any]) -> Any:
         """Inputs of the prompt; ``options`` are of the call of a processor that reads images."""

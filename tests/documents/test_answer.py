@@ -48,9 +48,7 @@ def measured(
     """A measured profile with gains over other arms: name, speedup, its interval, prompts."""
     profile = decoding_profile(draft=draft, **choices)
     figures = {"tokens_per_round": 2.0, "tokens_per_second": 9.0, "num_prompts": num_prompts, "identical_outputs": 1}
-    point = profile.point.model_copy(
-        update={"measured": Measured(speedup=1.5, ci95=(1.4, 1.6), **figures)}
-    )
+    point = profile.point.model_copy(update={"measured": Measured(speedup=1.5, ci95=(1.4, 1.6), **figures)})
     if draft is not None and point.draft is not None:
         chosen = point.draft.model_copy(update={"kind": "eagle3", "subnet": Subnet(**(subnet or {}))})
         point = point.model_copy(update={"draft": chosen})

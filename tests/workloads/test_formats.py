@@ -301,7 +301,7 @@ def test_mistake_is_one_line_with_row_and_field(
 
 def test_damaged_files(tmp_path: Path) -> None:
     path = tmp_path / "test.parquet"
-    with pytest.raises(UserError, match=r"test\.parquet: no such file"):
+    with pytest.raises(UserError, match=r"test\.parquet: not a readable Parquet file"):
         read_prompts(path)
     path.write_bytes(b"no Parquet")
     with pytest.raises(UserError, match="not a readable Parquet file"):
