@@ -178,14 +178,10 @@ class ChatRequest(Generation):
 
     def inputs(self, processor: Any, device: Any, variables: Variables = MappingProxyType({})) -> dict[str, Any]:
         marked = ["data"] * len(self.images)
-        limits = self.mm_processor_kwargs.model_dump(exclude_none=True)
-        try:
-            settings = Prompt(
-                messages=self.messages, images=marked, chat_template_kwargs=self.chat_template_kwargs, **limits
-            )
-        except ValidationError as error:
-            raise UserError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
-        prompt = WorkloadPrompt("messages", settings, tuple(read_images([*map(str, self.images)])))
+        settings = {**self.mm_processor_kwargs.model_dump(), "chat_template_kwargs": self.chat_template_kwargs}
+        with reading("messages: not a chat", "change them"):
+            chat = Prompt(messages=self.messages, images=marked, **settings)
+        prompt = WorkloadPrompt("messages", chat, tuple(read_images([*map(str, self.images)])))
         return prompt.with_variables(variables).inputs(processor, device)
 
 
@@ -213,8 +209,6 @@ def parse_request(kind: type[CompletionRequest | ChatRequest], body: bytes) -> C
         raise ApiError(400, describe(error, kind), param=str(location[0]) if location else None) from None
     if "" in asked.stops or len(asked.stops) > MAX_STOPS:
         raise ApiError(400, f"stop: at most {MAX_STOPS} texts, none of them empty; change them", param="stop")
-    if asked.stream_options is not None and not asked.stream:
-        raise ApiError(400, "stream_options need a stream; set stream to true", param="stream_options")
     return asked
 
 

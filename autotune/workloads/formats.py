@@ -51,7 +51,17 @@ VLLM_TOKENS = 256
 MT_BENCH = "mt_bench"
 MT_BENCH_CATEGORIES = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 SPEED_BENCH_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
-_SPEED_BENCH_KEYS = {"sub_category", "source", "src_id", "difficulty", "multiturn", "messages"}
+SIGNS: tuple[tuple[Format, set[str]], ...] = (
+    ("sharegpt", {"conversations"}),
+    *(("vllm", {key}) for key in ("image_files", "content", "output_tokens")),
+    ("humaneval", {"task_id"}),
+    ("gsm8k", {"question"}),
+    ("mmspec", {"turns", "image", "topic"}),
+    *(("speed-bench", {"question_id", key}) for key in ("sub_category", "source", "src_id", "difficulty")),
+    *(("speed-bench", {"question_id", key}) for key in ("multiturn", "messages")),
+    ("mt-bench", {"question_id", "turns"}),
+)
+"""Formats with the keys of their rows, in the order in which they are looked for."""
 
 _MARKER = re.compile("(<image>|<video>)")
 PIXEL_KEYS = (
@@ -116,22 +126,9 @@ def detect(rows: Sequence[tuple[int, Any]]) -> Format:
     """
     first = rows[0][1] if rows else {}
     keys = set(first) if isinstance(first, Mapping) else set()
-    if "conversations" in keys:
-        return "sharegpt"
-    if keys & {"image_files", "content", "output_tokens"}:
-        return "vllm"
-    if "task_id" in keys:
-        return "humaneval"
-    if "question" in keys:
-        return "gsm8k"
-    if {"turns", "image", "topic"} <= keys:
-        return "mmspec"
-    if "question_id" in keys and keys & _SPEED_BENCH_KEYS:
-        return "speed-bench"
-    if {"question_id", "turns"} <= keys:
-        categories = {str(row.get("category")) for _, row in rows if isinstance(row, Mapping)}
-        return "mt-bench" if categories <= MT_BENCH_CATEGORIES else "spec-bench"
-    return OWN
+    format = next((format for format, signs in SIGNS if signs <= keys), OWN)
+    categories = {str(row.get("category")) for _, row in rows if isinstance(row, Mapping)}
+    return "spec-bench" if format == "mt-bench" and not categories <= MT_BENCH_CATEGORIES else format
 
 
 def by_tasks_in_turn(rows: Sequence[tuple[int, Prompt]]) -> list[tuple[int, Prompt]]:

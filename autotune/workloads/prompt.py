@@ -15,15 +15,7 @@ from pydantic import AfterValidator, Field, JsonValue, model_validator
 
 from autotune.errors import UserError, reading
 from autotune.files import Document
-from autotune.workloads.chat import (
-    Message,
-    Variables,
-    chat_for,
-    chat_text,
-    check_variables,
-    used_variables,
-    without_paths,
-)
+from autotune.workloads.chat import Message, Variables, chat_for, check_variables, used_variables, without_paths
 from autotune.workloads.hub import sibling
 from autotune.workloads.pixels import Video, load_image, load_video
 
@@ -253,9 +245,10 @@ class WorkloadPrompt:
         """Inputs of the prompt; ``options`` are of the call of a processor that reads images."""
         frames = [video.frames for video in self.videos]
         if not getattr(processor, "chat_template", None):  # text has the tokenizer's own special tokens
-            seen = {"images": self.images, "videos": frames}
-            text = chat_text(processor, self.content, num_images=len(self.images), num_videos=len(frames))
-            return processor(text=text, return_tensors="pt", **{k: v for k, v in seen.items() if v}, **options)
+            seen = {"image": self.images, "video": frames}
+            marks = "".join(f"{getattr(processor, f'{kind}_token', '')}\n" * len(seen[kind]) for kind in seen)
+            options |= {f"{kind}s": pixels for kind, pixels in seen.items() if pixels}
+            return processor(text=f"{marks}{self.content}", return_tensors="pt", **options)
         rest: dict[str, Any] = used_variables(processor, self.settings.chat_template_kwargs or {})
         rest |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
         messages = chat_for(processor, self.content, num_images=len(self.images), num_videos=len(frames))

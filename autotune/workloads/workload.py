@@ -84,9 +84,7 @@ class Workload:
 
     def with_variables(self, variables: Variables | None) -> Workload:
         """The prompts with these variables of the chat template, see ``WorkloadPrompt.with_variables``."""
-        if not variables:
-            return self
-        return replace(self, prompts=tuple(prompt.with_variables(variables) for prompt in self.prompts))
+        return replace(self, prompts=tuple(prompt.with_variables(variables or {}) for prompt in self.prompts))
 
     def fitting(self, processor: Any, max_context: int, say: Callable[[str], None]) -> Workload:
         """The prompts that fit a target's context together with their answers. One line names the others, and one the
