@@ -119,14 +119,14 @@ class Generation(Document):
         """The tokens that end the answer: those of the model's generation config and of the request, and stops that are
         a special token, which the text of an answer does not show.
         """
-        own = [] if self.ignore_eos or config.eos_token_id is None else config.eos_token_id
+        ends = [] if self.ignore_eos or config.eos_token_id is None else config.eos_token_id
         known = tokenizer.added_tokens_decoder if self.stops else {}
         special = {str(token): number for number, token in known.items() if token.special}
         hidden = [stop for stop in self.stops if stop not in special and any(name in stop for name in special)]
         if hidden and self.skip_special_tokens:
             raise UserError(f"stop: {hidden[0]!r:.60} holds a special token, which texts do not show; give it alone")
         stops = [special[stop] for stop in self.stops if stop in special]
-        return sorted({*(own if isinstance(own, list) else [own]), *self.stop_token_ids, *stops})
+        return sorted({*(ends if isinstance(ends, list) else [ends]), *self.stop_token_ids, *stops})
 
     def settings(self, config: Any) -> dict[str, Any]:
         """Arguments of ``Decoder.generate``, but for lengths, ends and the seed. What the request leaves out is left to
@@ -237,11 +237,11 @@ def _without_neutral(content: dict[str, Any], place: str = "", where: str = "") 
     Raises:
         ApiError: a key that is not supported has a value that would change the answer.
     """
-    kept = {}
+    asked = {}
     for name, value in content.items():
-        inner, at = (f"{one}.{name}".removeprefix(".") for one in (place, where))
+        inner, at = (f"{path}.{name}".removeprefix(".") for path in (place, where))
         neutral = NEUTRAL[place].get(name)
-        if value is None or (neutral is not None and _is_one_of(value, neutral)):
+        if value is None or (neutral is not None and _is_neutral(value, neutral)):
             continue
         if neutral is not None:
             advice = f"which is not supported; leave {name} out"
@@ -250,16 +250,18 @@ def _without_neutral(content: dict[str, Any], place: str = "", where: str = "") 
             value = _without_neutral(value, inner, at)
         elif isinstance(value, list) and inner in NEUTRAL:
             value = [
-                _without_neutral(one, inner, f"{at}.{number}") if isinstance(one, dict) else one
-                for number, one in enumerate(value)
+                _without_neutral(entry, inner, f"{at}.{number}") if isinstance(entry, dict) else entry
+                for number, entry in enumerate(value)
             ]
-        kept[name] = value
-    return kept
+        asked[name] = value
+    return asked
 
 
-def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
+def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
     """Whether a value is neutral. True is not 1, and False is not 0."""
-    return ANY in neutral or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+    return ANY in neutral or any(
+        value == known and isinstance(value, bool) == isinstance(known, bool) for known in neutral
+    )
 
 
 def read_images(urls: Sequence[str]) -> list[Image]:

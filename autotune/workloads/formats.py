@@ -30,7 +30,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -73,15 +73,9 @@ Text = Annotated[str, Field(min_length=1)]
 Turns = Annotated[list[Text], Field(min_length=1)]
 
 
-class Rows(NamedTuple):
-    """The prompts of a file with the numbers of their rows, from 1 on, and the file's format."""
-
-    format: Format
-    prompts: list[tuple[int, Prompt]]
-
-
-def read_prompts(path: Path, format: Format | None = None) -> Rows:
-    """Read a workload. Images are not loaded; the images of a conversation are its first message's.
+def read_prompts(path: Path, format: Format | None = None) -> tuple[Format, list[tuple[int, Prompt]]]:
+    """Read a workload: its format, and its prompts with the numbers of their rows, from 1 on. Images are not
+    loaded; the images of a conversation are its first message's.
 
     Args:
         format: None finds it out from the first row.
@@ -90,19 +84,13 @@ def read_prompts(path: Path, format: Format | None = None) -> Rows:
         UserError: missing or empty file, an invalid row, a row of another format, or a placeholder of SPEED-Bench.
     """
     rows = read_rows(path)
-    detected = detect(rows)
-    chosen = format or detected
-    try:
-        if chosen == OWN:
-            return Rows(OWN, parse_rows(path, rows, Prompt, lambda row: row))
-        prompts = parse_rows(path, rows, _READERS[chosen], lambda row: row.prompt(chosen))
-    except UserError as error:
-        if chosen == detected:
-            raise
-        raise UserError(f"{error}; its rows look like {detected}") from None
+    chosen = format or detect(rows)
+    if chosen == OWN:
+        return OWN, parse_rows(path, rows, Prompt, lambda row: row)
+    prompts = parse_rows(path, rows, _READERS[chosen], lambda row: row.prompt(chosen))
     if not prompts:
         raise UserError(f"{path}: the file has no question; give a file of {chosen} with at least one")
-    return Rows(chosen, by_tasks_in_turn(prompts))
+    return chosen, by_tasks_in_turn(prompts)
 
 
 def read_answered(path: Path) -> list[tuple[int, AnsweredPrompt]]:

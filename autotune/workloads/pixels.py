@@ -100,8 +100,8 @@ def load_video(address: str | Path, fps: float) -> Video:
                 frames.append(frame)
     sizes = sorted({frame.shape[:2] for frame in frames})
     if len(sizes) != 1:
-        found = "none" if not sizes else " and ".join(f"{width} x {height}" for height, width in sizes[:2])
-        raise UserError(f"{path}: a video needs frames, all of one size; got {found}; give other frames")
+        shown = "none" if not sizes else " and ".join(f"{width} x {height}" for height, width in sizes[:2])
+        raise UserError(f"{path}: a video needs frames, all of one size; got {shown}; give other frames")
     return Video(np.stack(frames), fps)
 
 

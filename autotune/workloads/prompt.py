@@ -72,7 +72,7 @@ class Prompt(Document):
             return content
         paths: dict[str, list[Any]] = {"image": [], "video": []}
         chat = [without_paths(message, paths) for message in messages]
-        moved = {f"{kind}s": found for kind, found in paths.items() if found}
+        moved = {f"{kind}s": named for kind, named in paths.items() if named}
         for key in moved:
             if content.get(key):
                 raise ValueError(f"messages name their {key}, and so does {key!r}; give them in one place")
@@ -202,8 +202,8 @@ class WorkloadPrompt:
 
     def with_variables(self, variables: Variables) -> WorkloadPrompt:
         """The prompt with these variables of the chat template, of which its own replace those of the same name."""
-        own = {**variables, **(self.settings.chat_template_kwargs or {})}
-        return replace(self, settings=self.settings.model_copy(update={"chat_template_kwargs": own or None}))
+        merged = {**variables, **(self.settings.chat_template_kwargs or {})}
+        return replace(self, settings=self.settings.model_copy(update={"chat_template_kwargs": merged or None}))
 
     def most_tokens(self, processor: Any) -> int:
         """Number of tokens of the prompt and its answer; answers that are not known are as long as they may be."""
@@ -245,7 +245,7 @@ class WorkloadPrompt:
         """Inputs of the prompt; ``options`` are of the call of a processor that reads images."""
         frames = [video.frames for video in self.videos]
         if not getattr(processor, "chat_template", None):  # text has the tokenizer's own special tokens
-            seen = {"image": self.images, "video": frames}
+            seen: dict[str, list[Any]] = {"image": [*self.images], "video": [*frames]}
             marks = "".join(f"{getattr(processor, f'{kind}_token', '')}\n" * len(seen[kind]) for kind in seen)
             options |= {f"{kind}s": pixels for kind, pixels in seen.items() if pixels}
             return processor(text=f"{marks}{self.content}", return_tensors="pt", **options)

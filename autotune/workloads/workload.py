@@ -198,11 +198,11 @@ def shipped_files(name: str) -> list[Path]:
     sets = name.split(",")
     if name in BUNDLED or not re.fullmatch(r"[\w-]+(,[\w-]+)*", name) or Path(name).is_file():
         return []
-    for one in sets:
-        if one not in SHIPPED:
-            known = nearest(one, SHIPPED if len(sets) > 1 else (*SHIPPED, *BUNDLED))
-            raise UserError(f"--workload {name}: no such file, and {one!r} is no shipped set of prompts; {known}")
-    return [Path(__file__).with_name("prompts") / f"{one}.jsonl" for one in sets]
+    for word in sets:
+        if word not in SHIPPED:
+            known = nearest(word, SHIPPED if len(sets) > 1 else (*SHIPPED, *BUNDLED))
+            raise UserError(f"--workload {name}: no such file, and {word!r} is no shipped set of prompts; {known}")
+    return [Path(__file__).with_name("prompts") / f"{word}.jsonl" for word in sets]
 
 
 def is_named(name: str) -> bool:

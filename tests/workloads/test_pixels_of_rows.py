@@ -24,7 +24,7 @@ def llava_row(first: str, *later: str, **pixels: Any) -> dict[str, Any]:
 def prompt_of(tmp_path: Path, row: dict[str, Any]) -> Prompt:
     path = tmp_path / "data.json"
     path.write_text(json.dumps([row]))
-    ((_, prompt),) = read_prompts(path).prompts
+    ((_, prompt),) = read_prompts(path)[1]
     return prompt
 
 

@@ -96,9 +96,6 @@ def test_chat_uses_the_template_of_the_processor(tmp_path: Path, processor: Any)
     (prompt,) = load_workload(str(write_workload(tmp_path, [{**image, "messages": chat}])), "tune").prompts
     assert prompt.settings.text == "And next to it?"
     assert prompt.inputs(processor)["input_ids"].shape[1] > NUM_VISUAL_TOKENS
-    assert Prompt.model_validate(prompt.settings.model_dump()) == prompt.settings, (
-        "a document with all defaults is valid"
-    )
     again = replace(prompt, settings=Prompt.model_validate(prompt.settings.model_dump()))
     assert again.sha256 == prompt.sha256
     with pytest.raises(UserError, match="has no chat template; give prompt instead of messages"):
@@ -203,13 +200,6 @@ def test_unreadable_image(kind: str, tmp_path: Path) -> None:
     path = write_workload(tmp_path, [{"prompt": "x", "images": ["a.png"]}])
     with pytest.raises(UserError, match=r"a\.png: not a readable image .*; give a PNG or JPEG file"):
         load_workload(str(path), "tune")
-
-
-def test_image_larger_than_the_limit_of_pil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_image(tmp_path / "a.png", 0)
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    with pytest.raises(UserError, match=r"a\.png: not a readable image"):
-        load_image(tmp_path / "a.png")
 
 
 def test_only_a_newline_ends_a_line(tmp_path: Path) -> None:
