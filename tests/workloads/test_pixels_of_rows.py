@@ -104,7 +104,3 @@ def test_an_image_is_named_in_one_place(tmp_path: Path) -> None:
     message = {"role": "user", "content": [{"type": "image", "image": "a.png"}]}
     with pytest.raises(ValueError, match="messages name their images, and so does 'images'"):
         Prompt.model_validate({"messages": [message], "images": ["b.png"]})
-    with pytest.raises(ValueError, match="detail"):
-        Prompt.model_validate(
-            {"messages": [{"role": "user", "content": [{"type": "image", "image": "a", "detail": 1}]}]}
-        )

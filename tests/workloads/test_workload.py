@@ -98,8 +98,6 @@ def test_chat_uses_the_template_of_the_processor(tmp_path: Path, processor: Any)
     assert prompt.inputs(processor)["input_ids"].shape[1] > NUM_VISUAL_TOKENS
     again = replace(prompt, settings=Prompt.model_validate(prompt.settings.model_dump()))
     assert again.sha256 == prompt.sha256
-    with pytest.raises(UserError, match="has no chat template; give prompt instead of messages"):
-        prompt.inputs(processor.image_processor)
 
 
 @pytest.mark.parametrize(
@@ -272,14 +270,6 @@ def test_image_for_a_text_model(processor: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"workload\.jsonl:1: the prompt has an image, but the target reads text only"):
         with_image.inputs(processor.tokenizer)
     assert processor.tokenizer.decode(without_image.inputs(processor.tokenizer)["input_ids"][0]) == "USER: x ASSISTANT:"
-
-
-def test_sampled_prompts_have_one_temperature_and_seeds_of_their_own() -> None:
-    whole = load_workload("digits", "evaluate", num_prompts=3)
-    sampled = whole.sampled(0.7)
-    assert [prompt.settings.temperature for prompt in sampled.prompts] == [0.7] * 3
-    assert [prompt.settings.seed for prompt in sampled.prompts] == [0, 1, 2]
-    assert sampled.sha256 != whole.sha256 and sampled.prompts[0].name == whole.prompts[0].name
 
 
 def test_prompts_as_a_search_decoded_them() -> None:
