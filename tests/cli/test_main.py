@@ -280,7 +280,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "format of another benchmark": (
         ["bench", "profile.json", "--workload", "workload.jsonl", "--format", "sharegpt"],
-        r"workload\.jsonl:1: no row of sharegpt \(key 'conversations' is required and missing; add it\); it looks like autotune",
+        r"workload\.jsonl:1: key 'conversations' is required and missing; add it",
     ),
     "unknown format": (["run", "profile.json", "--format", "mtbench"], "'mtbench' is not one of 'autotune', 'mt-bench'"),
     "file on the Hub": ([*SEARCH, "--workload", "hf://datasets/o/n/x.jsonl"], r"x\.jsonl: cannot be downloaded"),
