@@ -32,7 +32,3 @@ def __getattr__(name: str) -> Any:
 
         return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'autotune' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

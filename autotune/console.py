@@ -166,8 +166,8 @@ def bands(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> 
         widths = [max(word, cell) for word, cell in zip(words, cells, strict=True)]
     first = min(widths[0], width - GAP - max(widths[1:], default=0) - GAP)
     parts = [{0: first}]
-    for number, own in enumerate(widths[1:], start=1):
-        if sum(parts[-1].values()) + GAP * (len(parts[-1]) + 1) + own > width:
+    for number, column in enumerate(widths[1:], start=1):
+        if sum(parts[-1].values()) + GAP * (len(parts[-1]) + 1) + column > width:
             parts.append({0: first})
-        parts[-1][number] = own
+        parts[-1][number] = column
     return parts

@@ -55,19 +55,15 @@ def errors_about(source: str) -> Iterator[None]:
 
 @contextmanager
 def reading(rule: str, advice: str) -> Iterator[None]:
-    """Turn the errors of reading what another program may have written wrongly into one line, which names its source in
+    """Turn any error of reading what another program may have written wrongly into one line, which names its source in
     ``rule``.
     """
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
-        from pydantic import ValidationError
-
-        if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            reason = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}; got {first['input']!r:.60}"
-        else:
-            reason = f"{type(error).__name__}: {error}"
+    except UserError:
+        raise
+    except Exception as error:  # readers of damaged files, and the libraries of the Hub, raise errors of any kind
+        reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         raise UserError(f"{rule} ({' '.join(reason.split())[:200]}); {advice}") from None
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, get_args
 import platformdirs
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from autotune.errors import UserError, nearest
+from autotune.errors import UserError, nearest, reading
 from autotune.strict_parsing import parse_json, parse_yaml
 
 if TYPE_CHECKING:
@@ -201,18 +201,14 @@ def read_text(path: Path) -> str:
 
 def read_yaml(path: Path) -> Any:
     """The content of a YAML file (see ``parse_yaml``); a ``UserError`` if it is none."""
-    try:
+    with reading(f"{path}: not YAML", "fix the file"):
         return parse_yaml(read_text(path))
-    except ValueError as error:
-        raise UserError(f"{path}: not YAML ({error}); fix the file") from None
 
 
 def read_json(path: Path) -> Any:
     """The content of a JSON file (see ``parse_json``); a ``UserError`` if it is none."""
-    try:
+    with reading(f"{path}: not a complete JSON document", "restore the file, or make it again"):
         return parse_json(read_text(path))
-    except ValueError as error:
-        raise UserError(f"{path}: not a complete JSON document ({error}); restore the file, or make it again") from None
 
 
 def parse_kind(value: Any, kinds: Mapping[str, type[D]], *, key: str, what: str, source: str) -> D:
@@ -238,25 +234,27 @@ def describe(error: ValidationError, kind_of: type[BaseModel]) -> str:
     """The first violation in one line: location, rule, value, next step. Unknown keys come before missing ones. Of a
     union, it is one of the branch that has the value's type.
     """
-    found = error.errors()
+    violations = error.errors()
 
     def is_of_another_type(violation: Any) -> bool:
         *around, _ = loc = violation["loc"] or ("",)
-        others = [other["loc"] for other in found if len(other["loc"]) > len(loc)]
+        others = [other["loc"] for other in violations if len(other["loc"]) > len(loc)]
         return violation["type"].endswith("_type") and any(list(other[: len(around)]) == around for other in others)
 
-    first = min(found, key=lambda violation: (violation["type"] != "extra_forbidden", is_of_another_type(violation)))
+    first = min(
+        violations, key=lambda violation: (violation["type"] != "extra_forbidden", is_of_another_type(violation))
+    )
     location = first["loc"]
-    own = str(first["ctx"]["error"]) if first["type"] == "value_error" else ""
-    if "; " in own:  # a rule of this program, which ends with its own next step
-        return ": ".join([*filter(None, [".".join(_keys(location))]), own])
+    rule = str(first["ctx"]["error"]) if first["type"] == "value_error" else ""
+    if "; " in rule:  # a rule of this program, which ends with its own next step
+        return ": ".join([*filter(None, [".".join(_keys(location))]), rule])
     if first["type"] == "extra_forbidden":
         key, where = str(location[-1]), ".".join([*_keys(location[:-1]), str(location[-1])[:100]])
         return f"unknown key {_shown(where)}; {nearest(key, _keys_near(kind_of, location))}"
     where = ".".join(_keys(location)) or "the document"
     if first["type"] == "missing":
         return f"key {where!r} is required and missing; add it"
-    rule = own or first["msg"]
+    rule = rule or first["msg"]
     return f"{where}: {rule[0].lower()}{rule[1:]}; got {_shown(first.get('input'))}; fix that value"
 
 

@@ -11,9 +11,7 @@ import re
 from typing import Any
 
 import yaml
-
-MAX_DEPTH = 200  # of nested lists and objects, as in pydantic's own JSON parser
-_SURROGATE = re.compile(r"\\(u|U0000)[dD][89a-fA-F]")
+from pydantic_core import from_json
 
 
 def parse_json(text: str) -> Any:
@@ -22,22 +20,7 @@ def parse_json(text: str) -> Any:
         content = json.loads(text, parse_constant=_number, parse_float=_number, object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    return _checked(content, text)
-
-
-def _checked(content: Any, text: str) -> Any:
-    """The content of a text, if it is not nested too deeply and its strings are Unicode; both are looked for only where
-    they can be.
-    """
-    level: list[Any] = [[content]] if text.count("[") + text.count("{") + text.count("- ") > MAX_DEPTH else []
-    depth = 0
-    while level:
-        if depth > MAX_DEPTH:
-            raise ValueError(f"it is nested in more than {MAX_DEPTH} levels")
-        nested = [list(value.values()) if isinstance(value, dict) else value for value in level]
-        level, depth = [inner for values in nested for inner in values if isinstance(inner, dict | list)], depth + 1
-    if _SURROGATE.search(text):
-        json.dumps(content, ensure_ascii=False).encode()  # half of a surrogate pair is no character
+    from_json(text)  # refuses more than 200 levels, and half of a surrogate pair
     return content
 
 
@@ -61,7 +44,9 @@ def parse_yaml(text: str) -> Any:
     gigabytes.
     """
     try:
-        return _checked(yaml.load(text, _JsonLoader), text)
+        content = yaml.load(text, _JsonLoader)
+        from_json(json.dumps(content, allow_nan=False))
+        return content
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark is not None else 0
         raise ValueError(f"line {line}: {error.problem}") from None
@@ -84,10 +69,7 @@ class _JsonLoader(yaml.SafeLoader):
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         if isinstance(node, yaml.MappingNode):
             return _unique([(self._key(key), self.construct_object(value, deep=True)) for key, value in node.value])
-        value = super().construct_object(node, deep=True)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{node.value} is not a finite number")
-        return value
+        return super().construct_object(node, deep=True)
 
     def _key(self, node: Any) -> str:
         if not isinstance(key := self.construct_object(node), str):

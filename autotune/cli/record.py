@@ -58,9 +58,8 @@ def command(output: Path, num_prompts: int, as_json: bool, **values: Any) -> Non
     console.show(agreement_table(traces))
     if as_json:
         agreements = [trace.agreement().pivot(index="rank", columns="task", values="share") for trace in traces]
-        results = []
-        for header, agreement in zip((trace.header for trace in traces), agreements, strict=True):
-            ranking, shares = header.subnet.visual_ranking, agreement.to_dict()
-            result = {"draft": header.draft.id, "visual_keep": header.subnet.visual_keep}
-            results.append({**result, "visual_ranking": ranking, "agreement": shares})
-        options.print_json(results)
+        subnets = [trace.header.subnet.model_dump(mode="json") for trace in traces]
+        parts = zip(traces, subnets, agreements, strict=True)
+        options.print_json(
+            [{"draft": trace.header.draft.id, **subnet, "agreement": share.to_dict()} for trace, subnet, share in parts]
+        )

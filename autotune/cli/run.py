@@ -63,20 +63,20 @@ def command(
         name, number = workload_for(profile, workload, workload_format), None if workload else 1
         prompts = load_workload(name, "evaluate", num_prompts=number, format=workload_format).prompts
         changes = {key: value for key, value in settings.items() if key != "max_new_tokens"}
-        cut = [one.cut(given.max_new_tokens) for one in prompts]
-        prompts = tuple(replace(one, settings=one.settings.model_copy(update=changes)) for one in cut)
+        cut = [shown.cut(given.max_new_tokens) for shown in prompts]
+        prompts = tuple(replace(shown, settings=shown.settings.model_copy(update=changes)) for shown in cut)
     else:
         prompts = (WorkloadPrompt("prompt", given, tuple(map(load_image, images))),)
     variables = document.chat_template_kwargs if chat_template_kwargs is None else chat_template_kwargs
-    prompts = tuple(one.with_variables(variables) for one in prompts)
+    prompts = tuple(shown.with_variables(variables) for shown in prompts)
     click.echo(f"loading the models of {profile}", err=True)
 
     from autotune.cli.arms import answers
 
-    found = []
+    decoded = []
     for answer in answers(profile, document, prompts, engine_command, device=device, dtype=dtype, prints=not as_json):
-        found.append(answer)
+        decoded.append(answer)
         if not as_json:
             click.echo(answer["summary"], err=True)
     if as_json:
-        options.print_json(found if workload is not None else found[0])
+        options.print_json(decoded if workload is not None else decoded[0])

@@ -75,9 +75,9 @@ def command(context: click.Context, /, as_json: bool, is_verbose: bool, is_plan:
     from autotune.search.backends import found_engines
 
     document = search_backends(settings, console)
-    if not settings.backends and (found := found_engines()):
-        others = " ".join(f"--backend {name}" for name in found)
-        console.say(f"also here  {', '.join(found)}: --backend {RUNTIME} {others} lets them race (docs/engines.md)")
+    if not settings.backends and (engines := found_engines()):
+        others = " ".join(f"--backend {name}" for name in engines)
+        console.say(f"also here  {', '.join(engines)}: --backend {RUNTIME} {others} lets them race (docs/engines.md)")
     if as_json:
         click.echo(document.dump())
     else:

@@ -48,8 +48,8 @@ class Verb(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         options = [option for option in self.get_params(ctx) if isinstance(option, click.Option)]
         for group in GROUPS:
-            found = [option.get_help_record(ctx) for option in in_group(options, group)]
-            if records := [record for record in found if record is not None]:
+            entries = [option.get_help_record(ctx) for option in in_group(options, group)]
+            if records := [record for record in entries if record is not None]:
                 with formatter.section(group):
                     formatter.write_dl(records)
         if rare := ", ".join(f"--{word_of(option)}" for option in options_of(self) if option.hidden):
@@ -70,11 +70,15 @@ def word_of(option: click.Option) -> str:
 def in_group(options: list[click.Option], group: str) -> list[click.Option]:
     """The options of a group of the help, in its order."""
     words = [word for known in GROUPS.values() for word in known]
-    found = [one for one in options if word_of(one) in (GROUPS[group] or {word_of(one)} - {*words})]
-    return sorted(found, key=lambda one: words.index(word_of(one)) if GROUPS[group] else 0)
+    if not GROUPS[group]:
+        return [option for option in options if word_of(option) not in words]
+    return sorted(
+        (option for option in options if word_of(option) in GROUPS[group]),
+        key=lambda option: words.index(word_of(option)),
+    )
 
 
-def _read_options(context: click.Context, own: click.Parameter, path: Path | None) -> None:
+def _read_options(context: click.Context, config: click.Parameter, path: Path | None) -> None:
     """Make the options in a file the defaults of a command.
 
     Raises:
@@ -82,7 +86,7 @@ def _read_options(context: click.Context, own: click.Parameter, path: Path | Non
     """
     if path is None:
         return
-    others = [option for option in options_of(context.command) if option is not own]
+    others = [option for option in options_of(context.command) if option is not config]
     known = {name[2:]: option for option in others for name in option.opts if name.startswith("--")}
     content = read_yaml(path)
     if not isinstance(content, dict):
@@ -99,8 +103,8 @@ def _as_given(option: click.Option, value: Any) -> str | list[str]:
     if not option.multiple:
         return ",".join(map(_text, value)) if isinstance(value, list) else _text(value)
     if isinstance(value, dict):
-        return [f"{name}={_text(one)}" for name, one in value.items()]
-    return [_text(one) for one in (value if isinstance(value, list) else [value])]
+        return [f"{name}={_text(entry)}" for name, entry in value.items()]
+    return [_text(entry) for entry in (value if isinstance(value, list) else [value])]
 
 
 def _text(value: Any) -> str:

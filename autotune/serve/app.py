@@ -87,15 +87,8 @@ def create_app(service: DecoderService, api_key: str | None) -> FastAPI:
             raise ApiError(401, "a key is needed; send Authorization: Bearer KEY", code="invalid_api_key")
 
     app = FastAPI(openapi_url=None, dependencies=[Depends(authorize)])
-
-    @app.exception_handler(ApiError)
-    async def refused(_: Request, error: ApiError) -> Response:
-        return JSONResponse(error.content, error.status, error.headers)
-
-    @app.exception_handler(HTTPException)
-    async def no_route(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        return await refused(request, ApiError(error.status_code, message))
+    app.exception_handler(ApiError)(_refusal)
+    app.exception_handler(HTTPException)(_no_route)
 
     @app.get("/health")
     async def health() -> Response:
@@ -117,31 +110,42 @@ def create_app(service: DecoderService, api_key: str | None) -> FastAPI:
         about = {"id": name, "object": "model", "created": service.created, "owned_by": "autotune", "root": name}
         return {**about, "max_model_len": service.max_model_len}
 
-    async def answer(kind: type[Asked], request: Request) -> Response:
-        job = service.accept()
-        try:
-            asked = parse_request(kind, await _body(request))
-            job.watch(request.receive)
-            service.submit(job, asked)
-            reply, first = Reply(asked, service.model), await job.next()  # what is wrong with a request comes first
-            if asked.stream:
-                return StreamingResponse(reply.events(first, job), media_type="text/event-stream")
-            return JSONResponse(await reply.whole(first, job))
-        except BaseException as error:
-            job.cancel(ApiError(499, "the request has ended"))
-            if isinstance(error, ClientDisconnect):
-                return Response(status_code=499)
-            raise
-
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await answer(CompletionRequest, request)
+        return await _answer(service, CompletionRequest, request)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        return await answer(ChatRequest, request)
+        return await _answer(service, ChatRequest, request)
 
     return app
+
+
+async def _refusal(_: Request, error: ApiError) -> Response:
+    return JSONResponse(error.content, error.status, error.headers)
+
+
+async def _no_route(request: Request, error: HTTPException) -> Response:
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return await _refusal(request, ApiError(error.status_code, message))
+
+
+async def _answer(service: DecoderService, kind: type[Asked], request: Request) -> Response:
+    """The whole answer to a request, or the stream of its events."""
+    job = service.accept()
+    try:
+        asked = parse_request(kind, await _body(request))
+        job.watch(request.receive)
+        service.submit(job, asked)
+        reply, first = Reply(asked, service.model), await job.next()  # what is wrong with a request comes first
+        if asked.stream:
+            return StreamingResponse(reply.events(first, job), media_type="text/event-stream")
+        return JSONResponse(await reply.whole(first, job))
+    except BaseException as error:
+        job.cancel(ApiError(499, "the request has ended"))
+        if isinstance(error, ClientDisconnect):
+            return Response(status_code=499)
+        raise
 
 
 async def _body(request: Request) -> bytes:

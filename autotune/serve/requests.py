@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from autotune.errors import UserError
+from autotune.errors import UserError, reading
 from autotune.files import Document, describe
 from autotune.strict_parsing import parse_json
 from autotune.workloads.chat import Message, Variables, without_paths
@@ -119,14 +119,14 @@ class Generation(Document):
         """The tokens that end the answer: those of the model's generation config and of the request, and stops that are
         a special token, which the text of an answer does not show.
         """
-        own = [] if self.ignore_eos or config.eos_token_id is None else config.eos_token_id
+        ends = [] if self.ignore_eos or config.eos_token_id is None else config.eos_token_id
         known = tokenizer.added_tokens_decoder if self.stops else {}
         special = {str(token): number for number, token in known.items() if token.special}
         hidden = [stop for stop in self.stops if stop not in special and any(name in stop for name in special)]
         if hidden and self.skip_special_tokens:
             raise UserError(f"stop: {hidden[0]!r:.60} holds a special token, which texts do not show; give it alone")
         stops = [special[stop] for stop in self.stops if stop in special]
-        return sorted({*(own if isinstance(own, list) else [own]), *self.stop_token_ids, *stops})
+        return sorted({*(ends if isinstance(ends, list) else [ends]), *self.stop_token_ids, *stops})
 
     def settings(self, config: Any) -> dict[str, Any]:
         """Arguments of ``Decoder.generate``, but for lengths, ends and the seed. What the request leaves out is left to
@@ -159,11 +159,8 @@ class CompletionRequest(Generation):
         if isinstance(self.prompt, list):
             tokens = torch.tensor([self.prompt], dtype=torch.long, device=device)
             return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-        try:
+        with reading("prompt: the processor refuses it", "change the text"):  # such as image tokens in the text
             return dict(processor(text=self.prompt, return_tensors="pt").to(device))
-        except Exception as error:  # image tokens typed into the text
-            reason = " ".join(str(error).split())[:200]
-            raise UserError(f"prompt: the processor refuses it ({reason}); change the text") from None
 
 
 class ChatRequest(Generation):
@@ -181,14 +178,10 @@ class ChatRequest(Generation):
 
     def inputs(self, processor: Any, device: Any, variables: Variables = MappingProxyType({})) -> dict[str, Any]:
         marked = ["data"] * len(self.images)
-        limits = self.mm_processor_kwargs.model_dump(exclude_none=True)
-        try:
-            settings = Prompt(
-                messages=self.messages, images=marked, chat_template_kwargs=self.chat_template_kwargs, **limits
-            )
-        except ValidationError as error:
-            raise UserError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
-        prompt = WorkloadPrompt("messages", settings, tuple(read_images([*map(str, self.images)])))
+        settings = {**self.mm_processor_kwargs.model_dump(), "chat_template_kwargs": self.chat_template_kwargs}
+        with reading("messages: not a chat", "change them"):
+            chat = Prompt(messages=self.messages, images=marked, **settings)
+        prompt = WorkloadPrompt("messages", chat, tuple(read_images([*map(str, self.images)])))
         return prompt.with_variables(variables).inputs(processor, device)
 
 
@@ -216,8 +209,6 @@ def parse_request(kind: type[CompletionRequest | ChatRequest], body: bytes) -> C
         raise ApiError(400, describe(error, kind), param=str(location[0]) if location else None) from None
     if "" in asked.stops or len(asked.stops) > MAX_STOPS:
         raise ApiError(400, f"stop: at most {MAX_STOPS} texts, none of them empty; change them", param="stop")
-    if asked.stream_options is not None and not asked.stream:
-        raise ApiError(400, "stream_options need a stream; set stream to true", param="stream_options")
     return asked
 
 
@@ -246,11 +237,11 @@ def _without_neutral(content: dict[str, Any], place: str = "", where: str = "") 
     Raises:
         ApiError: a key that is not supported has a value that would change the answer.
     """
-    kept = {}
+    asked = {}
     for name, value in content.items():
-        inner, at = (f"{one}.{name}".removeprefix(".") for one in (place, where))
+        inner, at = (f"{path}.{name}".removeprefix(".") for path in (place, where))
         neutral = NEUTRAL[place].get(name)
-        if value is None or (neutral is not None and _is_one_of(value, neutral)):
+        if value is None or (neutral is not None and _is_neutral(value, neutral)):
             continue
         if neutral is not None:
             advice = f"which is not supported; leave {name} out"
@@ -259,16 +250,18 @@ def _without_neutral(content: dict[str, Any], place: str = "", where: str = "") 
             value = _without_neutral(value, inner, at)
         elif isinstance(value, list) and inner in NEUTRAL:
             value = [
-                _without_neutral(one, inner, f"{at}.{number}") if isinstance(one, dict) else one
-                for number, one in enumerate(value)
+                _without_neutral(entry, inner, f"{at}.{number}") if isinstance(entry, dict) else entry
+                for number, entry in enumerate(value)
             ]
-        kept[name] = value
-    return kept
+        asked[name] = value
+    return asked
 
 
-def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
+def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
     """Whether a value is neutral. True is not 1, and False is not 0."""
-    return ANY in neutral or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+    return ANY in neutral or any(
+        value == known and isinstance(value, bool) == isinstance(known, bool) for known in neutral
+    )
 
 
 def read_images(urls: Sequence[str]) -> list[Image]:
@@ -280,14 +273,11 @@ def read_images(urls: Sequence[str]) -> list[Image]:
         kind, _, data = url.partition(";base64,")
         if not kind.startswith("data:image/"):
             raise UserError(f"image {number}: this server fetches nothing; send a data URL, data:image/png;base64,...")
-        try:
+        with reading(f"image {number}: not a readable image", "send another PNG, JPEG, WebP or GIF"):
             image = PILImage.open(io.BytesIO(base64.b64decode(data, validate=True)), formats=IMAGE_FORMATS)
             num_pixels += image.width * image.height
-            if num_pixels <= MAX_PIXELS and max(image.size) <= MAX_ASPECT * min(image.size):
-                images.append(as_shown(image))
-                continue
-            reason = f"{image.width} x {image.height} pixels; at most {MAX_PIXELS} in all, {MAX_ASPECT} times as long as wide"
-        except Exception as error:  # PIL's readers of damaged files raise anything
-            reason = f"not a readable image, {' '.join(str(error).split())[:200]}"
-        raise UserError(f"image {number}: {reason}; send another PNG, JPEG, WebP or GIF")
+            if num_pixels > MAX_PIXELS or max(image.size) > MAX_ASPECT * min(image.size):
+                rule = f"at most {MAX_PIXELS} pixels in all, and {MAX_ASPECT} times as long as wide"
+                raise ValueError(f"{image.width} x {image.height} pixels; {rule}")
+            images.append(as_shown(image))
     return images

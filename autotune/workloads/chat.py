@@ -85,15 +85,9 @@ def chat_text(
     num_videos: int = 0,
     variables: Variables | None = None,
 ) -> str:
-    """The text of a prompt after the processor's chat template, with the generation prompt.
-
-    Without a template the text is used unchanged. Markers of images and videos are placed where the messages say, or at
-    the beginning of the first user message.
+    """The text of a prompt after the processor's chat template, with the generation prompt. Markers of images and
+    videos are placed where the messages say, or at the beginning of the first user message.
     """
-    if not getattr(processor, "chat_template", None):
-        assert isinstance(content, str)
-        image, video = (f"{getattr(processor, f'{kind}_token', '')}\n" for kind in ("image", "video"))
-        return image * num_images + video * num_videos + content
     messages = chat_for(processor, content, num_images=num_images, num_videos=num_videos)
     options = {**used_variables(processor, variables or {}), "add_generation_prompt": True, "tokenize": False}
     return str(processor.apply_chat_template(messages, **options))

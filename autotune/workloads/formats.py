@@ -30,7 +30,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -51,7 +51,17 @@ VLLM_TOKENS = 256
 MT_BENCH = "mt_bench"
 MT_BENCH_CATEGORIES = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 SPEED_BENCH_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
-_SPEED_BENCH_KEYS = {"sub_category", "source", "src_id", "difficulty", "multiturn", "messages"}
+SIGNS: tuple[tuple[Format, set[str]], ...] = (
+    ("sharegpt", {"conversations"}),
+    *(("vllm", {key}) for key in ("image_files", "content", "output_tokens")),
+    ("humaneval", {"task_id"}),
+    ("gsm8k", {"question"}),
+    ("mmspec", {"turns", "image", "topic"}),
+    *(("speed-bench", {"question_id", key}) for key in ("sub_category", "source", "src_id", "difficulty")),
+    *(("speed-bench", {"question_id", key}) for key in ("multiturn", "messages")),
+    ("mt-bench", {"question_id", "turns"}),
+)
+"""Formats with the keys of their rows, in the order in which they are looked for."""
 
 _MARKER = re.compile("(<image>|<video>)")
 PIXEL_KEYS = (
@@ -63,15 +73,9 @@ Text = Annotated[str, Field(min_length=1)]
 Turns = Annotated[list[Text], Field(min_length=1)]
 
 
-class Rows(NamedTuple):
-    """The prompts of a file with the numbers of their rows, from 1 on, and the file's format."""
-
-    format: Format
-    prompts: list[tuple[int, Prompt]]
-
-
-def read_prompts(path: Path, format: Format | None = None) -> Rows:
-    """Read a workload. Images are not loaded; the images of a conversation are its first message's.
+def read_prompts(path: Path, format: Format | None = None) -> tuple[Format, list[tuple[int, Prompt]]]:
+    """Read a workload: its format, and its prompts with the numbers of their rows, from 1 on. Images are not
+    loaded; the images of a conversation are its first message's.
 
     Args:
         format: None finds it out from the first row.
@@ -80,19 +84,13 @@ def read_prompts(path: Path, format: Format | None = None) -> Rows:
         UserError: missing or empty file, an invalid row, a row of another format, or a placeholder of SPEED-Bench.
     """
     rows = read_rows(path)
-    detected = detect(rows)
-    chosen = format or detected
-    try:
-        if chosen == OWN:
-            return Rows(OWN, parse_rows(path, rows, Prompt, lambda row: row))
-        prompts = parse_rows(path, rows, _READERS[chosen], lambda row: row.prompt(chosen))
-    except UserError as error:
-        if chosen == detected:
-            raise
-        raise UserError(f"{error}; its rows look like {detected}") from None
+    chosen = format or detect(rows)
+    if chosen == OWN:
+        return OWN, parse_rows(path, rows, Prompt, lambda row: row)
+    prompts = parse_rows(path, rows, _READERS[chosen], lambda row: row.prompt(chosen))
     if not prompts:
         raise UserError(f"{path}: the file has no question; give a file of {chosen} with at least one")
-    return Rows(chosen, by_tasks_in_turn(prompts))
+    return chosen, by_tasks_in_turn(prompts)
 
 
 def read_answered(path: Path) -> list[tuple[int, AnsweredPrompt]]:
@@ -116,22 +114,9 @@ def detect(rows: Sequence[tuple[int, Any]]) -> Format:
     """
     first = rows[0][1] if rows else {}
     keys = set(first) if isinstance(first, Mapping) else set()
-    if "conversations" in keys:
-        return "sharegpt"
-    if keys & {"image_files", "content", "output_tokens"}:
-        return "vllm"
-    if "task_id" in keys:
-        return "humaneval"
-    if "question" in keys:
-        return "gsm8k"
-    if {"turns", "image", "topic"} <= keys:
-        return "mmspec"
-    if "question_id" in keys and keys & _SPEED_BENCH_KEYS:
-        return "speed-bench"
-    if {"question_id", "turns"} <= keys:
-        categories = {str(row.get("category")) for _, row in rows if isinstance(row, Mapping)}
-        return "mt-bench" if categories <= MT_BENCH_CATEGORIES else "spec-bench"
-    return OWN
+    format = next((format for format, signs in SIGNS if signs <= keys), OWN)
+    categories = {str(row.get("category")) for _, row in rows if isinstance(row, Mapping)}
+    return "spec-bench" if format == "mt-bench" and not categories <= MT_BENCH_CATEGORIES else format
 
 
 def by_tasks_in_turn(rows: Sequence[tuple[int, Prompt]]) -> list[tuple[int, Prompt]]:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import UserError
+from autotune.errors import UserError, reading
 
 SCHEME = "hf://"
 TIMEOUT_S = 8.0  # for the Hub's first answer
@@ -31,19 +31,13 @@ def local_file(address: str | Path) -> Path:
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
     source: dict[str, Any] = {"repo_type": "dataset", "revision": match["revision"]}
-    try:
+    with reading(f"{address}: cannot be downloaded", "check the address and the network, or give a local copy"):
         path = try_to_load_from_cache(match["repo"], match["file"], **source)
         if isinstance(path, str):
             return Path(path)
         # Asked once: a download would repeat its requests for half a minute and more.
         HfApi().dataset_info(match["repo"], revision=match["revision"], timeout=TIMEOUT_S)
-        path = hf_hub_download(match["repo"], match["file"], **source)
-    except Exception as error:  # httpx2 and huggingface_hub raise many kinds
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
-        raise UserError(
-            f"{address}: cannot be downloaded ({reason}); check the address and the network, or give a local copy of the file"
-        ) from None
-    return Path(path)
+        return Path(hf_hub_download(match["repo"], match["file"], **source))
 
 
 def sibling(address: str | Path, name: str) -> str | Path:

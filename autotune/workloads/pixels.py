@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.errors import UserError
+from autotune.errors import UserError, reading
 from autotune.workloads.hub import local_file
 
 if TYPE_CHECKING:
@@ -68,16 +68,10 @@ def load_image(address: str | Path) -> Image:
 
     is_file = not str(address).startswith("data:")
     name = local_file(address) if is_file else f"{address!s:.40}..."
-    try:
-        content = (
-            name if is_file else io.BytesIO(base64.b64decode(str(address).partition(";base64,")[2], validate=True))
-        )
-        with PILImage.open(content) as image:
+    with reading(f"{name}: not a readable image", "give a PNG or JPEG file"):
+        data = str(address).partition(";base64,")[2]
+        with PILImage.open(name if is_file else io.BytesIO(base64.b64decode(data, validate=True))) as image:
             return as_shown(image)
-    except FileNotFoundError:
-        raise UserError(f"{name}: no such image; check the path") from None
-    except Exception as error:  # PIL's readers of damaged files raise anything
-        raise UserError(f"{name}: not a readable image ({error!s:.200}); give a PNG or JPEG file") from None
 
 
 def png_url(image: Image) -> str:
@@ -106,8 +100,8 @@ def load_video(address: str | Path, fps: float) -> Video:
                 frames.append(frame)
     sizes = sorted({frame.shape[:2] for frame in frames})
     if len(sizes) != 1:
-        found = "none" if not sizes else " and ".join(f"{width} x {height}" for height, width in sizes[:2])
-        raise UserError(f"{path}: a video needs frames, all of one size; got {found}; give other frames")
+        shown = "none" if not sizes else " and ".join(f"{width} x {height}" for height, width in sizes[:2])
+        raise UserError(f"{path}: a video needs frames, all of one size; got {shown}; give other frames")
     return Video(np.stack(frames), fps)
 
 
@@ -117,24 +111,17 @@ def _shown(path: Path) -> Iterator[tuple[float, NDArray[np.uint8]]]:
     from PIL import ImageSequence, UnidentifiedImageError
 
     end_s = 0.0
-    try:
-        with PILImage.open(path) as image:
+    with reading(f"{path}: not a readable animation", "check the path, or save it again"):
+        try:
+            image = PILImage.open(path)
+        except UnidentifiedImageError:
+            yield from _decoded(path)
+            return
+        with image:
             for frame in ImageSequence.Iterator(image):
                 shown = np.asarray(as_shown(frame))  # a WebP frame has its duration once it is read
                 end_s += frame.info.get("duration", 0) / 1000 or UNTIMED_FRAME_S
                 yield end_s, shown
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such video; check the path") from None
-    except UnidentifiedImageError:
-        yield from _decoded(path)
-    except (
-        OSError,
-        LookupError,
-        ValueError,
-        SyntaxError,
-        PILImage.DecompressionBombError,
-    ) as error:  # of a damaged file
-        raise UserError(f"{path}: not a readable animation ({error}); save it again") from None
 
 
 def _decoded(path: Path) -> Iterator[tuple[float, NDArray[np.uint8]]]:
@@ -145,11 +132,8 @@ def _decoded(path: Path) -> Iterator[tuple[float, NDArray[np.uint8]]]:
         raise UserError(
             f"{path}: videos that are no GIF, WebP or PNG animation need PyAV; pip install av, or give a folder with the frames"
         ) from None
-    try:
-        with av.open(str(path)) as container:
-            rate = float(container.streams.video[0].average_rate)
-            for number, frame in enumerate(container.decode(video=0), start=1):
-                quarter_turns = getattr(frame, "rotation", 0) // 90  # how a phone was held
-                yield number / rate, np.rot90(frame.to_ndarray(format="rgb24"), quarter_turns)
-    except (OSError, ValueError, IndexError, TypeError) as error:  # no video stream, or one without a rate
-        raise UserError(f"{path}: not a readable video ({error}); give a folder with the frames") from None
+    with reading(f"{path}: not a readable video", "give a folder with the frames"), av.open(str(path)) as container:
+        rate = float(container.streams.video[0].average_rate)
+        for number, frame in enumerate(container.decode(video=0), start=1):
+            quarter_turns = getattr(frame, "rotation", 0) // 90  # how a phone was held
+            yield number / rate, np.rot90(frame.to_ndarray(format="rgb24"), quarter_turns)

@@ -13,17 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 
-from autotune.errors import UserError
+from autotune.errors import UserError, reading
 from autotune.files import Document
-from autotune.workloads.chat import (
-    Message,
-    Variables,
-    chat_for,
-    chat_text,
-    check_variables,
-    used_variables,
-    without_paths,
-)
+from autotune.workloads.chat import Message, Variables, chat_for, check_variables, used_variables, without_paths
 from autotune.workloads.hub import sibling
 from autotune.workloads.pixels import Video, load_image, load_video
 
@@ -80,7 +72,7 @@ class Prompt(Document):
             return content
         paths: dict[str, list[Any]] = {"image": [], "video": []}
         chat = [without_paths(message, paths) for message in messages]
-        moved = {f"{kind}s": found for kind, found in paths.items() if found}
+        moved = {f"{kind}s": named for kind, named in paths.items() if named}
         for key in moved:
             if content.get(key):
                 raise ValueError(f"messages name their {key}, and so does {key!r}; give them in one place")
@@ -210,8 +202,8 @@ class WorkloadPrompt:
 
     def with_variables(self, variables: Variables) -> WorkloadPrompt:
         """The prompt with these variables of the chat template, of which its own replace those of the same name."""
-        own = {**variables, **(self.settings.chat_template_kwargs or {})}
-        return replace(self, settings=self.settings.model_copy(update={"chat_template_kwargs": own or None}))
+        merged = {**variables, **(self.settings.chat_template_kwargs or {})}
+        return replace(self, settings=self.settings.model_copy(update={"chat_template_kwargs": merged or None}))
 
     def most_tokens(self, processor: Any) -> int:
         """Number of tokens of the prompt and its answer; answers that are not known are as long as they may be."""
@@ -245,21 +237,18 @@ class WorkloadPrompt:
             options = {"do_sample_frames": False, "video_metadata": metadata}
         if limits := self._limits(processor):
             options["images_kwargs"] = {"size": limits}
-        try:
-            encoded = self._encode(processor, options)
-        except Exception as error:  # image tokens typed into the text, text that is not Unicode, a broken template
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
-            message = f"{self.name}: the processor refuses the prompt ({reason}); fix its text or images, or the chat template"
-            raise UserError(message) from None
-        return dict(encoded.to(device))
+        # Such as image tokens in the text, text that is not Unicode, or a broken template.
+        with reading(f"{self.name}: the processor refuses the prompt", "fix its text, images, or the chat template"):
+            return dict(self._encode(processor, options).to(device))
 
     def _encode(self, processor: Any, options: dict[str, Any]) -> Any:
         """Inputs of the prompt; ``options`` are of the call of a processor that reads images."""
         frames = [video.frames for video in self.videos]
         if not getattr(processor, "chat_template", None):  # text has the tokenizer's own special tokens
-            seen = {"images": self.images, "videos": frames}
-            text = chat_text(processor, self.content, num_images=len(self.images), num_videos=len(frames))
-            return processor(text=text, return_tensors="pt", **{k: v for k, v in seen.items() if v}, **options)
+            seen: dict[str, list[Any]] = {"image": [*self.images], "video": [*frames]}
+            marks = "".join(f"{getattr(processor, f'{kind}_token', '')}\n" * len(seen[kind]) for kind in seen)
+            options |= {f"{kind}s": pixels for kind, pixels in seen.items() if pixels}
+            return processor(text=f"{marks}{self.content}", return_tensors="pt", **options)
         rest: dict[str, Any] = used_variables(processor, self.settings.chat_template_kwargs or {})
         rest |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
         messages = chat_for(processor, self.content, num_images=len(self.images), num_videos=len(frames))

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from autotune.errors import UserError
+from autotune.errors import UserError, reading
 from autotune.files import describe, read_text
 from autotune.strict_parsing import parse_json
 
@@ -58,10 +58,8 @@ def read_rows(path: Path) -> list[Row]:
         with suppress(ValueError):
             return list(enumerate(parse_json(text), start=1))
     for number, line in enumerate(text.split("\n"), start=1):
-        try:
+        with reading(f"{path}:{number}: every line must be a JSON object", "fix that line"):
             rows += [(number, parse_json(line))] if line.strip() else []
-        except ValueError as error:
-            raise UserError(f"{path}:{number}: every line must be a JSON object ({error}); fix that line") from None
     if not rows:
         raise UserError(
             f'{path}: the file is empty; add a line such as {{"prompt": "What is this?", "images": ["photo.png"]}}'
@@ -74,11 +72,5 @@ def _parquet_rows(path: Path) -> list[dict[str, Any]]:
         import pyarrow.parquet as parquet
     except ImportError:
         raise UserError(f"{path}: Parquet files need pyarrow; pip install pyarrow, or give a JSONL file") from None
-    try:
-        rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; check the path") from None
-    except Exception as error:  # pyarrow's own errors are of many kinds
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f"{path}: not a readable Parquet file ({reason}); download it again") from None
-    return rows
+    with reading(f"{path}: not a readable Parquet file", "check the path, or download it again"):
+        return list(parquet.read_table(path).to_pylist())

@@ -84,9 +84,7 @@ class Workload:
 
     def with_variables(self, variables: Variables | None) -> Workload:
         """The prompts with these variables of the chat template, see ``WorkloadPrompt.with_variables``."""
-        if not variables:
-            return self
-        return replace(self, prompts=tuple(prompt.with_variables(variables) for prompt in self.prompts))
+        return replace(self, prompts=tuple(prompt.with_variables(variables or {}) for prompt in self.prompts))
 
     def fitting(self, processor: Any, max_context: int, say: Callable[[str], None]) -> Workload:
         """The prompts that fit a target's context together with their answers. One line names the others, and one the
@@ -200,11 +198,11 @@ def shipped_files(name: str) -> list[Path]:
     sets = name.split(",")
     if name in BUNDLED or not re.fullmatch(r"[\w-]+(,[\w-]+)*", name) or Path(name).is_file():
         return []
-    for one in sets:
-        if one not in SHIPPED:
-            known = nearest(one, SHIPPED if len(sets) > 1 else (*SHIPPED, *BUNDLED))
-            raise UserError(f"--workload {name}: no such file, and {one!r} is no shipped set of prompts; {known}")
-    return [Path(__file__).with_name("prompts") / f"{one}.jsonl" for one in sets]
+    for word in sets:
+        if word not in SHIPPED:
+            known = nearest(word, SHIPPED if len(sets) > 1 else (*SHIPPED, *BUNDLED))
+            raise UserError(f"--workload {name}: no such file, and {word!r} is no shipped set of prompts; {known}")
+    return [Path(__file__).with_name("prompts") / f"{word}.jsonl" for word in sets]
 
 
 def is_named(name: str) -> bool:

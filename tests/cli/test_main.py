@@ -280,7 +280,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "format of another benchmark": (
         ["bench", "profile.json", "--workload", "workload.jsonl", "--format", "sharegpt"],
-        r"workload\.jsonl:1: key 'conversations' is required and missing; add it; its rows look like autotune",
+        r"workload\.jsonl:1: key 'conversations' is required and missing; add it",
     ),
     "unknown format": (["run", "profile.json", "--format", "mtbench"], "'mtbench' is not one of 'autotune', 'mt-bench'"),
     "file on the Hub": ([*SEARCH, "--workload", "hf://datasets/o/n/x.jsonl"], r"x\.jsonl: cannot be downloaded"),
@@ -306,7 +306,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         "must share one vocabulary; the target has 300 tokens, the draft 360; use a draft made for this target",
     ),
     "no image": (["run", "profile.json", "--prompt", "x", "--image", "text.png"], r"text\.png: not a readable image"),
-    "missing image": (["run", "profile.json", "--prompt", "x", "--image", "gone.png"], r"gone\.png: no such image"),
+    "missing image": (["run", "profile.json", "--prompt", "x", "--image", "gone.png"], r"gone\.png: not a readable image"),
     "no image in a workload": (["bench", "profile.json", "--workload", "no-image.jsonl"], r"text\.png: not a readable image"),
     "image without a question": (["run", "profile.json", "--image", "photo.png"], "an image needs a question"),
     "prompt and workload": (

@@ -174,17 +174,6 @@ def test_the_first_line_comes_before_heavy_imports(words: list[str], line: str, 
     assert words[0] != "search" or heavy == "[", "numba takes seconds"
 
 
-def test_completion_comes_from_click() -> None:
-    environment = {"_AUTOTUNE_COMPLETE": "bash_complete", "COMP_WORDS": "autotune search --sp", "COMP_CWORD": "2"}
-    done = subprocess.run(
-        [sys.executable, "-c", "from autotune.cli.main import main; main()"],
-        env={**ENVIRONMENT, **environment},
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.split() == ["plain,--space"], done.stderr
-
-
 def test_the_page_of_the_command_line_has_every_option_with_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("mkdocs", "mkdocs.structure", "mkdocs.structure.files"):
         monkeypatch.setitem(sys.modules, name, Mock())

@@ -256,8 +256,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     *((COMPLETIONS, {"stop": value}, "stop") for value in ([""], "", 5, ["x"] * 40, [["x"]])),
     *((COMPLETIONS, {"prompt": value}, "prompt") for value in (None, 5, {}, ["x"], [5, -1], [0.5], [10**6], [2**70])),
     *((COMPLETIONS, {"prompt": value}, "") for value in ("", [], "<image> What?", "x " * 40_000, "x" * 2_000_000)),
-    *((COMPLETIONS, {"stream": "yes"}, "stream"), (COMPLETIONS, {"stream": False, "stream_options": {}}, "stream")),
-    *((COMPLETIONS, {"colour": 1}, "colour"), (COMPLETIONS, {"model": 5}, "model")),
+    *((COMPLETIONS, {name: value}, name) for name, value in (("stream", "yes"), ("colour", 1), ("model", 5))),
     *(
         (CHAT, {"messages": value}, "messages")
         for value in (None, [], "x", [5], [{"role": "user"}], [{"content": "x"}])

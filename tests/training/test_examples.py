@@ -311,12 +311,12 @@ def test_missing_or_invalid_file(
             {"prompt": "Count. " * 40},
             r":1: the target's context of 60 tokens .*the prompt has \d+ tokens; shorten it or remove",
         ),
-        ({"prompt": "<image> What?"}, r":1: the processor refuses the prompt .*; fix its text or images"),
+        ({"prompt": "<image> What?"}, r":1: the processor refuses the prompt .*; fix its text, images"),
         (
             {"prompt": "x", "answer": "<image>"},
             r":1: the text has tokens of images or videos beside those of the line's own",
         ),
-        ({"prompt": "x", "images": ["gone.png"]}, r"gone\.png: no such image; check the path"),
+        ({"prompt": "x", "images": ["gone.png"]}, r"gone\.png: not a readable image .*No such file"),
     ],
 )
 def test_line_that_the_target_cannot_read(
