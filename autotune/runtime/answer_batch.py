@@ -17,6 +17,7 @@ from autotune.modeling.masks import by_layer_type, first_visible
 from autotune.modeling.step import NOT_FINITE, best_tokens
 from autotune.modeling.target import Prefilled, Target
 from autotune.runtime.generate_args import Request
+from autotune.runtime.token_sampler import TokenSampler, mix_seed
 
 NEAR_TIE = 2**-17
 """A token whose logit exceeds the next one by no more than this share of the largest magnitude may be another one in a
@@ -124,9 +125,32 @@ class SampledBatch(GreedyBatch):
     """
 
     def _emit(self, requests: Sequence[Request], logits: Tensor) -> list[bool]:
-        is_finite = (best_tokens(logits, logits) != NOT_FINITE).tolist()
-        for request, row, finite in zip(requests, logits, is_finite, strict=True):
-            request.sampler.max_noise_bytes = 0  # no draft asks for it again, and there is one for each row
-            position = len(request.prompt) + len(request.tokens)
-            request.emit([request.sampler.token(row, position) if finite else 0])
-        return is_finite  # type: ignore[no-any-return]
+        positions = [len(request.prompt) + len(request.tokens) for request in requests]
+        tokens = drawn_tokens([request.sampler for request in requests], logits, positions)
+        for request, token in zip(requests, tokens, strict=True):
+            request.emit([max(0, token)])
+        return [token != NOT_FINITE for token in tokens]
+
+
+def drawn_tokens(samplers: Sequence[TokenSampler], logits: Tensor, positions: Sequence[int]) -> list[int]:
+    """A token of each row of ``logits`` [n, vocabulary], at one position each. A sampled one inverts the cumulative
+    distribution at a number of the sampler's seed and the position, where ``TokenSampler.token``, which draws from the
+    same distributions, makes noise of every token; it draws for samplers with processors. ``NOT_FINITE`` where logits
+    are not finite.
+    """
+    tokens = best_tokens(logits, logits).tolist()
+    finite = [(row, sampler) for row, sampler in enumerate(samplers) if tokens[row] != NOT_FINITE]
+    rows = [row for row, sampler in finite if sampler.temperature > 0.0 and not sampler.processors]
+    if rows:
+        temperature = torch.tensor([samplers[row].temperature for row in rows], device=logits.device)
+        mass = (logits[rows].float() / temperature[:, None]).softmax(-1).cumsum(-1)
+        shares = [mix_seed(samplers[row].seed, positions[row]) / 2**63 for row in rows]
+        wanted = torch.tensor(shares, device=logits.device)[:, None] * mass[:, -1:]
+        found = torch.searchsorted(mass, wanted, right=True).clamp_max(mass.shape[-1] - 1)
+        for row, token in zip(rows, found[:, 0].tolist(), strict=True):
+            tokens[row] = token
+    for row, sampler in finite:
+        if sampler.processors:
+            sampler.max_noise_bytes = 0  # no draft asks for it again, and there is one for each row
+            tokens[row] = sampler.token(logits[row], positions[row])
+    return tokens  # type: ignore[no-any-return]

@@ -7,12 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import TopPLogitsWarper
 
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.evaluation.divergence import answer_logits
 from autotune.evaluation.runtime_arms import hf_generate
+from autotune.modeling.step import NOT_FINITE
 from autotune.modeling.target import Target
+from autotune.runtime.answer_batch import drawn_tokens
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.token_sampler import TokenSampler
 from tests.runtime.conftest import TREES
@@ -78,7 +81,19 @@ def test_a_draft_without_finite_logits_proposes_nothing(
 
 
 @pytest.mark.parametrize("value", BAD)
-def test_readings(pair: Pair, prompts: dict[str, Inputs], value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_and_readings(
+    pair: Pair, prompts: dict[str, Inputs], value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = torch.randn(3, 40)
+    logits[1, 7] = value if value > 0 else float("nan")
+    samplers = [
+        TokenSampler(),
+        TokenSampler(temperature=1.0),
+        TokenSampler(temperature=1.0, processors=[TopPLogitsWarper(0.5)]),
+    ]
+    for order in (samplers, samplers[1:] + samplers[:1], samplers[2:] + samplers[:2]):
+        tokens = drawn_tokens(order, logits, [0, 1, 2])
+        assert tokens[1] == NOT_FINITE and tokens[0] >= 0 and tokens[2] >= 0
     spoiled(monkeypatch, pair.target, value)
     with pytest.raises(UserError, match="not finite"):
         answer_logits(Target(pair.target), prompts["text"], [1, 2, 3])

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from autotune.runtime import token_sampler
+from autotune.runtime.answer_batch import drawn_tokens
 from autotune.runtime.token_sampler import TokenSampler, candidate_logprobs
 from autotune.trees.policy import TreeGrower
 from autotune.trees.wetap import WetapPolicy
@@ -108,6 +109,20 @@ def test_noise_is_standard_gumbel() -> None:
     assert np.isfinite(noise).all()
     assert noise.mean() == pytest.approx(0.5772, abs=0.03)
     assert noise.var() == pytest.approx(np.pi**2 / 6, abs=0.08)
+
+
+def test_a_batch_is_drawn_from_the_distributions_of_its_rows() -> None:
+    """4,000 draws of each row: a standard error of at most 0.008. A row's token depends on its seed and
+    position alone.
+    """
+    logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    samplers = [TokenSampler(temperature=temperature, seed=7) for temperature in (0.0, 0.5, 1.0)]
+    drawn = np.array([drawn_tokens(samplers, logits, [position] * 3) for position in range(4000)])
+    assert (drawn[:, 0] == int(logits[0].argmax())).all()
+    for row in (1, 2):
+        shares = np.bincount(drawn[:, row], minlength=8) / 4000
+        assert shares == pytest.approx((logits[row] / samplers[row].temperature).softmax(-1).numpy(), abs=0.03)
+    assert drawn_tokens(samplers[1:], logits[1:], [9, 9]) == drawn[9, 1:].tolist()
 
 
 class Forbid:
