@@ -16,7 +16,6 @@ from autotune.documents.configuration import Configuration
 from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import AR, HF
 from autotune.documents.published_defaults import COMPARED_DEFAULTS
-from autotune.documents.table import Table, with_interval
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.race import Fastest, Race, TimeLimit, race
 from autotune.evaluation.runner import ArmRunner
@@ -31,7 +30,7 @@ from autotune.search.plan import Plan
 from autotune.search.tree_search import TreeSearchResult
 from autotune.search.tuning import Tuning
 from autotune.search.tuning_prompts import TuningPrompts, speedup_interval
-from autotune.study.document import MeasuredConfiguration
+from autotune.study.document import MeasuredConfiguration, finalists_table
 from autotune.study.storage import RUNS
 from autotune.trees.policy import parse_policy
 from autotune.workloads.prompt import WorkloadPrompt
@@ -133,21 +132,6 @@ class Finalists:
     prompts: TuningPrompts
     """The tuning prompts, with prices that the rounds of the finalists have updated."""
 
-    def tables(self) -> list[Table]:
-        """Predicted and measured speedups."""
-        measured, rows = [*self.finalists, *self.defaults], []
-        for one in measured:
-            predicted, error = "-", "-"
-            if one.predicted_speedup is not None and one.interval90 is not None:
-                predicted = with_interval(one.predicted_speedup, one.interval90)
-                error = f"{100 * (one.predicted_speedup / one.speedup - 1):+.1f} %"
-            runs = f"{one.num_runs}" + (", eliminated" if one.is_eliminated else "")
-            rows.append([one.name, predicted, with_interval(one.speedup, one.ci95), runs, error])
-        columns = ["finalist or default", "predicted (90 %)", "measured (95 %)", "runs", "prediction error"]
-        labels = {one.name: one.configuration.label for one in measured}
-        title = "Finalists and published defaults on tuning prompts"
-        return [Table(title, columns, rows, details=columns[-1:], labels=labels)]
-
 
 @dataclass(frozen=True)
 class Entrants:
@@ -233,8 +217,7 @@ def compete(entrants: Entrants, prompts: TuningPrompts, races: Races, limit: Tim
         best_defaults={name: entrants.defaults[name] for name in measured.remaining if name in entrants.defaults},
         prompts=prompts.with_table(updated_table(prompts.confirming, runs, measured.runs[AR])),
     )
-    for table in found.tables():
-        races.console.show(table)
+    races.console.show(finalists_table([*found.finalists, *found.defaults]))
     plain_ms = [run.decode_ms for run in measured.runs[AR]]
     order = np.arange(len(plain_ms)) % len(prompts.confirming.tasks)
     ratio = sum(plain_ms) / prompts.confirming.ar_ms[order].sum()
