@@ -237,30 +237,21 @@ def variants_of(pool: ModelPool, space: SearchSpace) -> list[DraftVariant]:
     Drafts that see no images have no visual tokens to choose.
 
     Raises:
-        UserError: the space has parts of heads only, or given layers, and no draft is a supernet; operators only
-            and no draft has a compressor; cut vocabularies only and no draft has token frequencies; or weights in
-            float8 only and no draft reads the target's features.
+        UserError: the space has no whole draft in a dimension that no draft has.
     """
 
-    def check(is_choosable: bool, who_has: str, what: str) -> None:
-        if not is_choosable:
-            raise UserError(f"only {who_has} {what} to choose; got {', '.join(pool.drafts)}; leave {what} out")
-
     dimensions = [draft.dimensions for draft in pool.drafts.values()]
-    if 1.0 not in space.heads or isinstance(space.injection_layers, list):
-        supernets = any(known.injection_layers for known in dimensions)
-        check(supernets, "a star draft has", "heads and layers")
-    if "gate" not in space.operators:
-        compressors = any(known.operators for known in dimensions)
-        check(compressors, "a specvlm draft with a compressor has", "operators")
-    if 1.0 not in space.vocabularies:
-        counting = "drafts with token frequencies, which autotune train counts, have"
-        check(any(known.has_vocabularies for known in dimensions), counting, "vocabularies")
-    check(
-        "unchanged" in space.weights or any(known.has_float8 is not None for known in dimensions),
-        "drafts that read the target's features have",
-        "weights",
-    )
+    is_supernet = any(known.injection_layers for known in dimensions)
+    choices = [
+        ("heads", 1.0 in space.heads, is_supernet),
+        ("injection layers", not isinstance(space.injection_layers, list), is_supernet),
+        ("operators", "gate" in space.operators, any(known.operators for known in dimensions)),
+        ("vocabularies", 1.0 in space.vocabularies, any(known.has_vocabularies for known in dimensions)),
+        ("weights", "unchanged" in space.weights, any(known.has_float8 is not None for known in dimensions)),
+    ]
+    for what, has_whole, is_choosable in choices:
+        if not has_whole and not is_choosable:
+            raise UserError(f"none of {', '.join(pool.drafts)} has {what} to choose; leave {what} out")
     blind = space.without_images()
     return [
         (id, subnet)

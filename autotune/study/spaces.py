@@ -46,10 +46,6 @@ def load_space(name: str, changes: Sequence[str] = ()) -> SearchSpace:
         if POLICIES[policy].is_template():
             _check_template(policy, POLICIES[policy].template_sizes, dimensions, path)
             continue
-        fields = [field for field in POLICIES[policy].model_fields if field != "policy"]
-        for name in dimensions:
-            if name not in fields:
-                raise UserError(f"{path}: {policy} has no hyperparameter {name!r}; {nearest(name, fields)}")
         for name, dimension in dimensions.items():
             for value in dimension.choices or [dimension.low, dimension.high]:
                 tree = ordered(policy, {**_largest(dimensions), name: value})

@@ -39,7 +39,7 @@ FLOAT8 = Subnet(weights="float8")
 SPACE = {
     "name": "weights",
     "weights": ["unchanged", "float8"],
-    "visual_keep": {"choices": [1.0]},
+    "visual_keep": [1.0],
     "trees": {"chain": {"depth": {"low": 1, "high": 2}}},
 }
 TREE = {"policy": "eagle2", "depth": 3, "k": 3, "budget": 8}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import time
 from collections.abc import Callable
@@ -40,7 +41,7 @@ GRID = {
     "name": "grid",
     "heads": [1.0, 0.25],
     "injection_layers": "all",
-    "visual_keep": {"choices": [1.0, 0.5]},
+    "visual_keep": [1.0, 0.5],
     "trees": {"chain": {"depth": {"low": 1, "high": 4}}},
 }
 
@@ -129,8 +130,8 @@ def test_promising_subnets_are_screened_first(
     """A cheap chain of each draft, its whole subnet, a few shares of visual tokens, then the neighbours of the best;
     all of them in the end.
     """
-    by_block = {"heads": [1.0, 0.5, 0.25], "heads_by_block": True}
-    tuning = tuned({**GRID, **by_block, "visual_keep": {"choices": [1.0, 0.6, 0.5, 0.1]}})
+    heads = [[*shares] for shares in itertools.product((1.0, 0.5, 0.25), repeat=3)]
+    tuning = tuned({**GRID, "heads": heads, "visual_keep": [1.0, 0.6, 0.5, 0.1]})
     star, independent = tuning.pool.references
     order: list[tuple[str, list[Subnet]]] = []
 
