@@ -7,7 +7,6 @@ Checking them loads neither torch nor numba, so that a mistake is answered at on
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +31,6 @@ from autotune.study.storage import PROFILE, STUDY, storage_url, study_folder
 from autotune.workloads.formats import Format
 from autotune.workloads.workload import TEXTS, Workload, WorkloadSplit, load_workload
 
-LOCAL = r"auto|cpu|cuda(:\d+)?"
 OF_NO_RESULT = {"output", "table", "folder", "jobs", "storage", "wait_until_idle_s"}
 """Settings with which a search stays the same one."""
 
@@ -270,10 +268,6 @@ def device_for(gpu: str | None, device: str = "auto") -> str | None:
 
 def _require_known(gpu: str) -> None:
     """Refuse a card without a cost table or datasheet."""
-    if re.fullmatch(LOCAL, gpu):
-        raise UserError(
-            f"--gpu {gpu}: --gpu names a card, such as h100; for a device of this machine give --device {gpu}"
-        )
     check_supported(gpu)
     known = {*shipped_tables(), *datasheets()}
     if gpu not in known and find_limits(gpu) is None:

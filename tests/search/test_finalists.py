@@ -18,7 +18,6 @@ from autotune.evaluation.arms import Arm
 from autotune.evaluation.race import Fastest, Race, TimeLimit
 from autotune.evaluation.runner import ArmRunner
 from autotune.search import finalists as stage
-from autotune.search import held_out
 from autotune.search.evidence import Evaluation
 from autotune.search.finalists import (
     Entrants,
@@ -253,17 +252,6 @@ def test_a_default_that_was_tuned_to_is_not_decoded_twice(searched: Searched, sa
     evaluation = evaluate_held_out(searched.tuning, PLAN, found, races)
     assert list(evaluation.runs) == [AR, HF, "chain", "sage", TUNED]
     assert evaluation.runs["chain"] == evaluation.runs[TUNED] and evaluation.best_default == best
-
-
-def test_defaults_that_replay_has_beaten_are_not_decoded_again(
-    searched: Searched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Beaten in nine of ten draws. The best one of the tuning prompts runs in any case."""
-    found = measured(searched, GivenRaces(searched, by_name(8.0, ar=10.0, finalist=5.0)))
-    ordered = {name: COMPARED_DEFAULTS[name] for name in ("sage", "eagle2", "chain")}
-    beaten = [ordered[name].key for name in ("sage", "chain")]
-    monkeypatch.setattr(held_out, "_is_slower", lambda one, than, evaluator: one.key in beaten)
-    assert list(held_out.rivals(replace(found, best_defaults=ordered))) == ["sage", "eagle2"]
 
 
 def test_gains_are_told_by_task() -> None:
