@@ -226,10 +226,6 @@ def check_settings(settings: SearchSettings) -> SearchSettings:
     """
     check_capture_sizes(settings.capture_sizes)
     if settings.study is not None:
-        if settings.study in ("", ".", ".."):
-            raise UserError(
-                f"--study names a folder in {settings.folder}; got {settings.study!r}; give a name or a path"
-            )
         require_writable(study_folder(settings.study, settings.folder) / STUDY, "--study")
     changes = [change for change in settings.changes if not is_of_backend(change)]
     SearchSpace.load(space_path(settings.space)).changed(changes)

@@ -241,13 +241,6 @@ def test_large_and_continuous_policies_are_not_enumerated() -> None:
         assert (found.enumerated("sage") is not None) == is_small
 
 
-def test_values_of_dimensions() -> None:
-    assert Dimension(choices=["a", "b"]).values == ["a", "b"]
-    assert Dimension(low=1, high=4).values == [1, 2, 3, 4]
-    assert Dimension(low=1, high=6, step=3).values == [1, 4]
-    assert Dimension(low=0.0, high=1.0).values is None
-
-
 def test_suggestions_stay_within_their_dimensions() -> None:
     found = space(
         {"sage": {"n_max": {"low": 4, "high": 64, "log": True}, "upper": {"low": 3.0, "high": 5.0, "step": 0.5}}}

@@ -117,29 +117,11 @@ def test_a_plan_that_cannot_decide_says_with_which_budget_it_would() -> None:
 
 def test_prompts_with_images_are_timed_beside_those_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three of four prompts have an image, and take a second longer to read."""
-    monkeypatch.setattr("autotune.search.plan.time", SimpleNamespace(monotonic=lambda: 0.0))
-    lengths = [0, 1, 1, 1]
-
-    class Plain:
-        processor = target = SimpleNamespace(device="cpu")
-
-        def prepare(self, num_tokens: int) -> None: ...
-
-        def generate(self, *, input_ids: torch.Tensor, num_images: int, **_: Any) -> Any:
-            stats = {"target_prefill_ms": 100.0 + 1000.0 * num_images, "decode_ms": 50.0 + 10 * num_images}
-            return SimpleNamespace(stats=SimpleNamespace(**stats, new_tokens=RATE_TOKENS))
-
-    prompts = [
-        SimpleNamespace(
-            pixels=(None,) * number,
-            settings=SimpleNamespace(generation={}),
-            inputs=lambda *_, number=number: {"input_ids": torch.zeros(1, 4), "num_images": number},
-        )
-        for number in lengths
-    ]
-    rates = measure_rates(cast(Any, Plain()), cast(Any, SimpleNamespace(prompts=prompts)))
-    assert rates.prefill_s == pytest.approx(0.1 + 0.75)
-    assert rates.step_s == pytest.approx((0.25 * 50 + 0.75 * 60) / (RATE_TOKENS - 1) / 1e3)
+    rates = {number: Rates(prefill_s=0.1 + number, step_s=0.05 + 0.01 * number) for number in (0, 1)}
+    monkeypatch.setattr("autotune.search.plan._rates_of", lambda _, prompt: rates[len(prompt.pixels)])
+    prompts = [SimpleNamespace(pixels=(None,) * number) for number in (0, 1, 1, 1)]
+    mean = measure_rates(cast(Any, None), cast(Any, SimpleNamespace(prompts=prompts)))
+    assert (mean.prefill_s, mean.step_s) == pytest.approx((0.85, 0.0575))
 
 
 def test_a_cheap_chain_of_each_draft_is_kept() -> None:
