@@ -210,7 +210,7 @@ class SearchSpace(Document, kind="search-space"):
         """
         vocabularies = self.vocabularies if has_vocabularies else [1.0]
         may_choose = has_float8 or (has_float8 is False and "unchanged" not in self.weights)
-        kept = [
+        common = [
             {
                 "visual_keep": keep,
                 "visual_ranking": ranking,
@@ -222,9 +222,9 @@ class SearchSpace(Document, kind="search-space"):
             for keep in self.visual_keep
             for ranking in (self.visual_rankings if keep < 1.0 else ("text_after_image",))
         ]
-        whole = kept[0]
+        whole = common[0]
         heads, layers = (self.heads, self._layers(draft, readable)) if readable else ([None], [full.injection_layer])
-        choices = itertools.product(heads, layers, kept, self._operator_choices(draft, operators))
+        choices = itertools.product(heads, layers, common, self._operator_choices(draft, operators))
         return [
             full.model_copy(
                 update={

@@ -174,16 +174,16 @@ class Competition:
 def deployed(competition: Competition, tuned: Mapping[str, DecodingProfile]) -> DecodingProfile:
     """The profile of the backend that is deployed, with the race between all of them."""
     settings, console = competition.settings, competition.console
-    own = [label for label, profile in tuned.items() if has_own_weights(settings, profile)]
-    competing = list(tuned) if settings.any_weights or not own else own
-    if not own:
+    matching = [label for label, profile in tuned.items() if has_own_weights(settings, profile)]
+    competing = list(tuned) if settings.any_weights or not matching else matching
+    if not matching:
         console.say(f"no backend has the weights of {settings.target} at its precision: all compete")
     raced = competition.race(tuned, competing)
     runs = {label: raced.runs[label] for label in tuned if label not in competition.failed}
     remaining = [label for label in raced.remaining if label in runs]
     winner = remaining[0] if remaining else min(runs, key=lambda label: ms_per_token(runs[label]))
     plain = raced.runs.get(f"{winner}{PLAIN}", runs[winner])
-    reference_runs = next((runs[label] for label in own if label in runs), runs[winner])
+    reference_runs = next((runs[label] for label in matching if label in runs), runs[winner])
     num_shared = min(map(len, runs.values()))
     results = []
     for label, of_backend in runs.items():
@@ -199,7 +199,7 @@ def deployed(competition: Competition, tuned: Mapping[str, DecodingProfile]) -> 
                 ci95=summary.ci95,
                 num_prompts=len(of_backend),
                 agreement=agreement(of_backend, reference_runs),
-                has_own_weights=label in own,
+                has_own_weights=label in matching,
                 is_deployed=label == winner,
                 is_slower=label in competing and label not in remaining,
             )

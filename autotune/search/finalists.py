@@ -157,7 +157,9 @@ def measure_finalists(
     """
     candidates = choose_finalists(confirmable(trees.fastest), prompts.confirming, thresholds.RACE_SIZES[0][1])
     whole = Entrants(
-        _named([prompts.confirming.with_fallback(one) for one in candidates]), published_defaults(tuning.pool), 0
+        _named([prompts.confirming.with_fallback(candidate) for candidate in candidates]),
+        published_defaults(tuning.pool),
+        0,
     )
     deadline, last = tuning.clock.deadline_of("finalists"), tuning.clock.limit_of("finalists")
     seed, console = tuning.settings.seed, tuning.console
@@ -187,14 +189,16 @@ def measure_finalists(
     )
     limit = TimeLimit(deadline, min(thresholds.MIN_PROMPTS, entrants.prompts_per_block), last)
     second = compete(again, first.prompts, races, limit, seed + 1)
-    known = {one.name for one in first.finalists}
-    finalists = [*first.finalists, *(one for one in second.finalists if one.name not in known)]
-    winner = next(one for one in finalists if one.name == second.winner.name)
+    known = {finalist.name for finalist in first.finalists}
+    finalists = [*first.finalists, *(finalist for finalist in second.finalists if finalist.name not in known)]
+    winner = next(finalist for finalist in finalists if finalist.name == second.winner.name)
     return replace(first, winner=winner, finalists=finalists, prompts=second.prompts)
 
 
 def _named(candidates: Sequence[Candidate], after: int = 0) -> dict[str, Configuration]:
-    return {f"finalist {number}": one.configuration for number, one in enumerate(candidates, start=after + 1)}
+    return {
+        f"finalist {number}": candidate.configuration for number, candidate in enumerate(candidates, start=after + 1)
+    }
 
 
 def compete(entrants: Entrants, prompts: TuningPrompts, races: Races, limit: TimeLimit, seed: int) -> Finalists:
@@ -210,19 +214,19 @@ def compete(entrants: Entrants, prompts: TuningPrompts, races: Races, limit: Tim
     documents = {name: _document(name, c, measured, prompts.confirming) for name, c in entrants.all.items()}
     estimates = {name: estimated_speedup(documents[name], prompts.full) for name in entrants.finalists}
     runs = {name: (c, measured.runs[name]) for name, c in entrants.all.items()}
-    found = Finalists(
+    result = Finalists(
         winner=documents[winner_of(measured, estimates)],
         finalists=[documents[name] for name in entrants.finalists],
         defaults=[documents[name] for name in entrants.defaults],
         best_defaults={name: entrants.defaults[name] for name in measured.remaining if name in entrants.defaults},
         prompts=prompts.with_table(updated_table(prompts.confirming, runs, measured.runs[AR])),
     )
-    races.console.show(finalists_table([*found.finalists, *found.defaults]))
+    races.console.show(finalists_table([*result.finalists, *result.defaults]))
     plain_ms = [run.decode_ms for run in measured.runs[AR]]
     order = np.arange(len(plain_ms)) % len(prompts.confirming.tasks)
     ratio = sum(plain_ms) / prompts.confirming.ar_ms[order].sum()
     races.console.say(f"plain decoding took {ratio:.2f} times as long as the cost table predicts")
-    return found
+    return result
 
 
 def leaders(candidates: Sequence[Candidate], measured: Finalists) -> list[Candidate]:
@@ -238,7 +242,7 @@ def leaders(candidates: Sequence[Candidate], measured: Finalists) -> list[Candid
     here = [prompts.choosing.candidate(c.configuration, result) for c, result in zip(near, results, strict=True)]
     ranked = confirmable(sorted(here, key=lambda c: c.rank))
     fastest = choose_finalists(ranked, prompts.confirming, thresholds.MAX_LEADERS)
-    known = {one.configuration.key for one in (*measured.finalists, *measured.defaults)}
+    known = {arm.configuration.key for arm in (*measured.finalists, *measured.defaults)}
     new = [c for c in map(prompts.confirming.with_fallback, fastest) if c.key not in known]
     least = thresholds.MAX_TIE * prompts.full.evaluate(winner).speedup
     return [candidate for candidate in new if prompts.full.evaluate(candidate.configuration).speedup > least]

@@ -175,8 +175,8 @@ class SearchSettings(Document):
         values = self.model_dump(exclude={"backends", "requests_at_once", "any_weights", "has_default_drafts"})
         changes = tuple(change for change in self.changes if not is_of_backend(change))
         drafts = () if self.has_default_drafts else self.drafts
-        own = {"target": model, "drafts": drafts, "changes": changes, "budget_s": budget_s, "output": output}
-        return SearchSettings(**values | own)
+        of_runtime = {"target": model, "drafts": drafts, "changes": changes, "budget_s": budget_s, "output": output}
+        return SearchSettings(**values | of_runtime)
 
     def load_prompts(self, split: WorkloadSplit, count: int | None = None) -> Workload:
         """At most ``count`` prompts of a split, with the lengths, temperature and template variables of the settings.

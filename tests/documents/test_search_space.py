@@ -158,10 +158,15 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"visual_keeps": [1.0]}, "unknown key 'visual_keeps'; did you mean 'visual_keep'"),
     ({"schema": "autotune.search-space/9"}, "this program reads schema"),
     *(({"visual_keep": choices}, "visual_keep") for choices in ([1.5], [0.0, 1.0], ["all"])),
-    ({"trees": {"static": {"budget": {"low": 1, "high": 9}}}}, "static needs depth, integers from 1 to 24"),
-    ({"trees": {"static": {"budget": {"low": 1.0, "high": 9.0}}}}, "static needs budget, integers from 1 to 128"),
-    ({"trees": {"static": {"budget": {"low": 1, "high": 300}}}}, "static needs budget, integers from 1 to 128"),
-    ({"trees": {"static": {"budgett": {"low": 1, "high": 9}}}}, "static trees have no dimension 'budgett'; did you"),
+    *(
+        ({"trees": {"static": dimensions}}, "static needs integers: budget from 1 to 128 and depth from 1 to 24")
+        for dimensions in (
+            {"budget": {"low": 1, "high": 9}},
+            {"budget": {"low": 1.0, "high": 9.0}},
+            {"budget": {"low": 1, "high": 300}},
+            {"budgett": {"low": 1, "high": 9}},
+        )
+    ),
 ]
 
 
