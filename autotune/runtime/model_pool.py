@@ -10,7 +10,6 @@ import torch
 
 from autotune.console import Console
 from autotune.documents.configuration import Configuration, DraftVariant
-from autotune.documents.decoding_profile import DraftChoice, OperatingPoint
 from autotune.documents.draft_kinds import TOKEN_DRAFTS
 from autotune.documents.execution import EAGER, STEPS_VERSION, capture_sizes_for
 from autotune.documents.provenance import ModelReference
@@ -29,7 +28,6 @@ from autotune.runtime.answer_keys import SOFTWARE, AnswerKeys
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.preparation import decoding_mode
 from autotune.study.search_settings import SearchSettings
-from autotune.trees.policy import parse_policy
 
 MEMORY_SHARE = 0.5  # of the free memory, for workers
 PROCESS_BYTES = 1 << 30  # of a worker in addition to its weights: torch, and processed prompts
@@ -170,21 +168,6 @@ class ModelPool:
         """Decodes with the target alone, on so many CPU threads; None: as many as torch uses."""
         options: dict[str, Any] = {"capture_sizes": self.capture_sizes, "mode": self.mode, "processor": self.processor}
         return Decoder(self.target, threads=threads, prefill_threads=prefill_threads, **options)
-
-    def point(self, configuration: Configuration | None) -> OperatingPoint:
-        """The operating point of a configuration, neither predicted nor measured."""
-        if configuration is None:
-            return OperatingPoint(draft=None, tree=None, predicted=None, measured=None)
-        known = self.references[configuration.draft or next(iter(self.references))]
-        return OperatingPoint(
-            draft=DraftChoice(
-                kind=self.drafts[known.id].kind, id=known.id, sha256=known.sha256, subnet=configuration.subnet
-            ),
-            tree=parse_policy(configuration.tree),
-            fallback=configuration.fallback,
-            predicted=None,
-            measured=None,
-        )
 
     def draft_of(self, configuration: Configuration) -> LoadedDraft:
         """The draft of a configuration; the first one if it names none."""
