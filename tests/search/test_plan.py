@@ -11,6 +11,7 @@ from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from autotune.console import Console
 from autotune.errors import UserError
