@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -86,17 +86,7 @@ class Console:
                 grid.add_row(*(Text(row[n]) for n in widths), style=style)
             self._rich.print(grid)
         self._rich.print()
-        self.labels(table.labels)
-
-    def table(
-        self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, emphasised: int | None = None
-    ) -> None:
-        """Print a table that no document gives."""
-        self.show(Table(title, columns, rows, emphasised=emphasised))
-
-    def labels(self, labels: Mapping[str, str]) -> None:
-        """Print what names in a table stand for."""
-        for name, label in labels.items():
+        for name, label in table.labels.items():
             text = f"{name}: {label}"
             self.say(textwrap.fill(text, self._rich.width, subsequent_indent="   ", break_on_hyphens=False))
 

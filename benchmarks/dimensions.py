@@ -20,6 +20,7 @@ from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration
 from autotune.documents.decoding_profile import AR
+from autotune.documents.table import Table
 from autotune.evaluation.race import Everyone, race
 from autotune.evaluation.runtime_arms import arms_of_pool
 from autotune.evaluation.summary import summarize
@@ -125,10 +126,12 @@ def main(
         measured = {"measured": summary.speedup, "low": summary.ci95[0], "high": summary.ci95[1]}
         described = {"dimensions": name, "configuration": configuration.label, "predicted": predicted.get(name)}
         rows_of_table.append(described | measured)
-    console.table(
-        f"Ablation on {prompts} held-out prompts",
-        ["searched dimensions", "predicted", "measured", "95 % interval"],
-        cells,
+    console.show(
+        Table(
+            f"Ablation on {prompts} held-out prompts",
+            ["searched dimensions", "predicted", "measured", "95 % interval"],
+            cells,
+        )
     )
     if table is not None:
         write_table(table, pd.DataFrame(rows_of_table))

@@ -17,6 +17,7 @@ import click
 import numpy as np
 
 from autotune.console import Console
+from autotune.documents.table import Table
 from autotune.evaluation.not_slower import Design, Floats
 from autotune.evaluation.race import Fastest, Judgement, Look
 from autotune.evaluation.summary import NUM_RESAMPLES
@@ -137,12 +138,12 @@ def main(races: int, output: Path | None) -> None:
         noise: recommended_by_intervals(noise, num_races=races) for noise in NOISES
     }
     rows = [[rule, *(f"{100 * share:.1f} %" for share in of_rule.values())] for rule, of_rule in shares.items()]
-    console.table(f"False verdicts in {races} races between equal arms", ["rule", *NOISES], rows)
+    console.show(Table(f"False verdicts in {races} races between equal arms", ["rule", *NOISES], rows))
     checks = {
         name: simulate(scenario.noise(), 0.0, Design(), num_checks=races).failed for name, scenario in SCENARIOS.items()
     }
     rows = [[name, f"{100 * share:.1f} %"] for name, share in checks.items()]
-    console.table(f"NotSlower: unchanged programs that fail, of {races}", ["noise", "failed"], rows)
+    console.show(Table(f"NotSlower: unchanged programs that fail, of {races}", ["noise", "failed"], rows))
     if output is not None:
         fields = {
             "source": "counted",

@@ -28,6 +28,7 @@ from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, Tree
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.documents.subnet import Subnet
+from autotune.documents.table import Table
 from autotune.modeling.loading import BUNDLED_TARGET
 from autotune.modeling.target_defaults import default_workload
 from autotune.recording.traces import record_traces
@@ -134,11 +135,13 @@ def main(
                 ]
             )
         plain = ", ".join(f"{e.ar_ms_per_token:.2f} ms on {name}" for name, e in evaluators.items())
-        console.table(
-            f"{paper}: {draft}, keep {subnet.visual_keep:g}, {prompts} held-out prompts; predicted ms a token, "
-            f"plain decoding {plain}",
-            ["tree", "M", "nodes", "draft forwards", "missing a round", *tables],
-            rows,
+        console.show(
+            Table(
+                f"{paper}: {draft}, keep {subnet.visual_keep:g}, {prompts} held-out prompts; predicted ms a token, "
+                f"plain decoding {plain}",
+                ["tree", "M", "nodes", "draft forwards", "missing a round", *tables],
+                rows,
+            )
         )
 
 

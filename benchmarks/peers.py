@@ -29,6 +29,7 @@ from autotune.console import Console
 from autotune.documents.decoding_profile import AR, HF, TUNED
 from autotune.documents.published_defaults import HF_ASSISTED
 from autotune.documents.speculation import OPTIONS, Speculation
+from autotune.documents.table import Table
 from autotune.engines.engine_server import EngineServer
 from autotune.engines.served import Served
 from autotune.evaluation.arms import Arm
@@ -243,11 +244,13 @@ def main(
             }
             for run, plain in zip(of_arm, runs[AR], strict=True)
         ]
-    console.table(
-        f"{len(runs[AR])} held-out prompts",
-        ["arm", "speedup", "95 % CI", "M", "tokens/s", "same output"],
-        rows,
-        emphasised=1 if tuned else None,
+    console.show(
+        Table(
+            f"{len(runs[AR])} held-out prompts",
+            ["arm", "speedup", "95 % CI", "M", "tokens/s", "same output"],
+            rows,
+            emphasised=1 if tuned else None,
+        )
     )
     if output is not None:
         seconds = round(time.monotonic() - began, 1)

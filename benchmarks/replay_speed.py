@@ -24,6 +24,7 @@ from autotune.cost.request_costs import Overhead, PrefillCost
 from autotune.cost.table import DensePrices
 from autotune.documents.configuration import Configuration
 from autotune.documents.subnet import Subnet
+from autotune.documents.table import Table
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET
 from autotune.recording.traces import record_traces
 from autotune.replay.prices import TreePricing
@@ -112,18 +113,20 @@ def main(prompts: int, configurations: int, decoded: int, names: tuple[str, ...]
                 f"{decode_ms / default_ms:,.0f}",
             ]
         )
-    console.table(
-        f"Replay on one core, {trace.num_prompts} prompts",
-        [
-            "policy",
-            "default, configs/s",
-            "us a round",
-            "missing a round",
-            "of quick, configs/s",
-            "decoding, s",
-            "times faster",
-        ],
-        rows,
+    console.show(
+        Table(
+            f"Replay on one core, {trace.num_prompts} prompts",
+            [
+                "policy",
+                "default, configs/s",
+                "us a round",
+                "missing a round",
+                "of quick, configs/s",
+                "decoding, s",
+                "times faster",
+            ],
+            rows,
+        )
     )
 
 

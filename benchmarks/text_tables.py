@@ -21,6 +21,7 @@ from autotune.documents.configuration import Configuration
 from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import AR
 from autotune.documents.published_defaults import NAMED, PUBLISHED_DEFAULTS
+from autotune.documents.table import Table
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.modeling.target_defaults import default_workload
 from autotune.runtime.model_pool import ModelPool
@@ -77,10 +78,12 @@ def main(target: str, draft: str, temperature: float, prompts: int, tokens: int)
                 f"{plain.sum() / ms.sum():.2f}x ({low:.2f}-{high:.2f})",
             ]
         )
-    console.table(
-        f"{target}, {draft}, temperature {temperature:g}, {prompts} held-out prompts of at most {tokens} tokens; outputs equal plain decoding's",
-        ["tree", "M", *workload.tasks, "nodes", "levels", "speedup"],
-        rows,
+    console.show(
+        Table(
+            f"{target}, {draft}, temperature {temperature:g}, {prompts} held-out prompts of at most {tokens} tokens; outputs equal plain decoding's",
+            ["tree", "M", *workload.tasks, "nodes", "levels", "speedup"],
+            rows,
+        )
     )
 
 

@@ -35,11 +35,6 @@ class _LinearCosts(Document):
         """The costs where everything takes ``factor`` times as long."""
         return self.model_copy(update={name: factor * getattr(self, name) for name in self.names()})
 
-    def describe(self) -> str:
-        """The costs in a line."""
-        words = {name: name.removesuffix("_ms").replace("_", " ") for name in self.names()}
-        return ", ".join(f"{text} {getattr(self, name):.3g} ms" for name, text in words.items())
-
 
 class PrefillCost(_LinearCosts):
     """Latency of a prefill, ``intercept + per_token * tokens``, and with images ``image + patch * patches``."""

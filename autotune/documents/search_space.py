@@ -5,21 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from autotune.documents.subnet import (
-    NUM_BLOCKS,
-    OPERATORS_WITH_RATIO,
-    HeadShares,
-    Operator,
-    Share,
-    Subnet,
-    VisualRanking,
-    Weights,
-)
+from autotune.documents.subnet import OPERATORS_WITH_RATIO, HeadShares, Operator, Share, Subnet, VisualRanking, Weights
 from autotune.errors import UserError, nearest
 from autotune.files import Document, content_key
 from autotune.strict_parsing import parse_yaml
@@ -49,7 +40,7 @@ def _listed(value: Any) -> Any:
     the last one stay as they are.
     """
     if isinstance(value, list):
-        return [tuple(one) if isinstance(one, list) else one for one in value]
+        return [tuple(item) if isinstance(item, list) else item for item in value]
     return value if value in ("last", "all") else [value]
 
 
@@ -64,7 +55,7 @@ class Dimension(Document):
     choices: list[Any] | None = Field(default=None, min_length=1)
     low: int | float | None = None
     high: int | float | None = None
-    step: int | float | None = None
+    step: int | float | None = Field(default=None, gt=0)
     log: bool = False
 
     @model_validator(mode="before")
@@ -74,22 +65,17 @@ class Dimension(Document):
 
     @model_validator(mode="after")
     def _has_one_form(self) -> Dimension:
-        if self.choices is not None:
-            if self.low is not None or self.high is not None or self.step is not None or self.log:
-                raise ValueError("choices exclude every other key; give either choices, or low and high")
+        others = self.model_dump(exclude={"choices"}, exclude_defaults=True)
+        if self.choices is not None and not others:
             return self
-        if self.low is None or self.high is None:
+        if self.choices is not None or self.low is None or self.high is None:
             raise ValueError("give either choices, or low and high")
-        step, span = self.step, self.high - self.low
+        span, step = self.high - self.low, self.step or 1
         rules = (
             (span < 0, f"low must be at most high, which is {self.high}"),
-            (step is not None and step <= 0, "step must be above 0"),
-            (self._is_integer and (step or 1) % 1 > 0, "step must be an integer where low and high are"),
-            (
-                self._is_integer and span > MAX_VALUES * (step or 1),
-                f"a range of integers has at most {MAX_VALUES} values",
-            ),
-            (self.log and (self.low <= 0 or step is not None), "log needs a low above 0, and no step"),
+            (self._is_integer and step % 1 > 0, "step must be an integer where low and high are"),
+            (self._is_integer and span > MAX_VALUES * step, f"a range of integers has at most {MAX_VALUES} values"),
+            (self.log and (self.low <= 0 or self.step is not None), "log needs a low above 0, and no step"),
         )
         for is_broken, rule in rules:
             if is_broken:
@@ -147,8 +133,6 @@ class SearchSpace(Document, kind="search-space"):
     description: str = ""
     heads: Annotated[list[HeadShares], Several] = Field(default=[1.0], min_length=1)
     """Shares of heads that supernets keep: in all blocks, or in each block."""
-    heads_by_block: bool = False
-    """Whether every combination of the shares in ``heads`` over the blocks is searched."""
     injection_layers: Annotated[Literal["last", "all"] | list[int], Several] = "last"
     """Target layers that supernets read: the last or all of those that they can read, or these."""
     operators: Annotated[list[Literal["gate"] | Operator], Several] = Field(default=["gate"], min_length=1)
@@ -161,29 +145,13 @@ class SearchSpace(Document, kind="search-space"):
     """Data types of the weights of drafts that read the target's features; ``unchanged``: the target's. Of several,
     those are searched that the device multiplies.
     """
-    visual_keep: Dimension
+    visual_keep: Annotated[list[Share], Several] = Field(min_length=1)
+    """Shares of visual tokens that drafts see."""
     visual_rankings: Annotated[list[VisualRanking], Several] = Field(default=["text_after_image"], min_length=1)
     """Rankings by which visual tokens are kept, where not all of them are."""
     survivors: int = Field(default=4, ge=1)
     """Number of subnets whose trees are searched; where there are more subnets, screening selects them."""
     trees: dict[str, dict[str, Dimension]] = Field(min_length=1)
-
-    @field_validator("heads_by_block")
-    @classmethod
-    def _combines_single_shares(cls, heads_by_block: bool, info: ValidationInfo) -> bool:
-        if heads_by_block and any(isinstance(shares, tuple) for shares in info.data.get("heads", ())):
-            raise ValueError("heads_by_block combines single shares; give heads such as [1.0, 0.5]")
-        return heads_by_block
-
-    @field_validator("visual_keep")
-    @classmethod
-    def _keeps_shares(cls, visual_keep: Dimension) -> Dimension:
-        if visual_keep.values is None:
-            raise ValueError("visual_keep must be a list, because a trace is recorded for each value; give choices")
-        for keep in visual_keep.values:
-            if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0.0 < keep <= 1.0:
-                raise ValueError(f"visual_keep is a share above 0 and at most 1; got {keep!r}")
-        return visual_keep
 
     def changed(self, changes: Sequence[str]) -> SearchSpace:
         """The space with other values of some dimensions.
@@ -197,19 +165,17 @@ class SearchSpace(Document, kind="search-space"):
         """
         content = json.loads(self.dump())
         for change in changes:
-            name, sign, text = change.partition("=")
-            if not sign:
-                raise UserError(f"--set {change}: a name and a value are needed; give for example heads=1.0,0.5")
+            name, _, text = change.partition("=")
             policy, _, parameter = name.rpartition(".")
-            owners = [own for kind, own in content["trees"].items() if policy in ("", kind) and parameter in own]
+            owners = [tree for kind, tree in content["trees"].items() if policy in ("", kind) and parameter in tree]
             if not owners and name not in (*NAMES, "policy"):
-                known = {key for kind, own in self.trees.items() for key in (*own, *(f"{kind}.{one}" for one in own))}
+                of_trees = {key for kind, tree in self.trees.items() for key in (*tree, *(f"{kind}.{k}" for k in tree))}
                 raise UserError(
-                    f"--set {change}: space {self.name} has no dimension {name!r}; {nearest(name, known | {*NAMES, 'policy'})}"
+                    f"--set {change}: space {self.name} has no dimension {name!r}; {nearest(name, of_trees | {*NAMES, 'policy'})}"
                 )
             value = _value(text, change)
-            for own in owners:
-                own[parameter] = value
+            for tree in owners:
+                tree[parameter] = value
             if name in NAMES:
                 content[NAMES[name]] = value
             elif name == "policy":
@@ -244,7 +210,7 @@ class SearchSpace(Document, kind="search-space"):
         """
         vocabularies = self.vocabularies if has_vocabularies else [1.0]
         may_choose = has_float8 or (has_float8 is False and "unchanged" not in self.weights)
-        kept = [
+        common = [
             {
                 "visual_keep": keep,
                 "visual_ranking": ranking,
@@ -253,34 +219,29 @@ class SearchSpace(Document, kind="search-space"):
             }
             for data_type in (self.weights if may_choose else ["unchanged"])
             for share in vocabularies
-            for keep in self.visual_keep.values or []
+            for keep in self.visual_keep
             for ranking in (self.visual_rankings if keep < 1.0 else ("text_after_image",))
         ]
-        if not readable:
-            operators_and_ratios = self._operator_choices(draft, operators)
-            return [
-                full.model_copy(update={**choice, "operator": operator, "operator_ratio": ratio})
-                for choice, (operator, ratio) in itertools.product(kept, operators_and_ratios)
-                if operator != "text_only" or choice is kept[0]  # which drops the visual tokens that are kept
-            ]
-        layers = readable if self.injection_layers == "all" else readable[-1:]
-        if isinstance(self.injection_layers, list):
-            layers = self.injection_layers
-        for layer in layers:
-            if layer not in readable:
-                raise UserError(
-                    f"space {self.name}: {draft} can read the target's layers {', '.join(map(str, readable))}; "
-                    f"got {layer}; name one of them, or all"
-                )
-        heads: Iterable[Any] = itertools.product(self.heads, repeat=NUM_BLOCKS) if self.heads_by_block else self.heads
+        whole = common[0]
+        heads, layers = (self.heads, self._layers(draft, readable)) if readable else ([None], [full.injection_layer])
+        choices = itertools.product(heads, layers, common, self._operator_choices(draft, operators))
         return [
-            Subnet(heads=_one_name(share), injection_layer=layer, **choice)
-            for share, layer, choice in itertools.product(heads, layers, kept)
+            full.model_copy(
+                update={
+                    "heads": _one_name(share),
+                    "injection_layer": layer,
+                    "operator": operator,
+                    "operator_ratio": ratio,
+                    **choice,
+                }
+            )
+            for share, layer, choice, (operator, ratio) in choices
+            if operator != "text_only" or choice is whole  # which drops the visual tokens that are kept
         ]
 
     def without_images(self) -> SearchSpace:
         """The space for prompts without images, where choices about visual tokens make no difference."""
-        fixed = {"visual_keep": Dimension(choices=[1.0]), "operators": ["gate"], "operator_ratios": []}
+        fixed = {"visual_keep": [1.0], "operators": ["gate"], "operator_ratios": []}
         return self.model_copy(update=fixed)
 
     def chains(self) -> SearchSpace:
@@ -303,6 +264,17 @@ class SearchSpace(Document, kind="search-space"):
                 f"chains, not trees; name a space with the policy {policies}"
             )
         return self.model_copy(update={"trees": trees})
+
+    def _layers(self, draft: str, readable: Sequence[int]) -> Sequence[int]:
+        """The target layers that a supernet reads, of those that it can read."""
+        if not isinstance(self.injection_layers, list):
+            return readable if self.injection_layers == "all" else readable[-1:]
+        if unknown := [layer for layer in self.injection_layers if layer not in readable]:
+            raise UserError(
+                f"space {self.name}: {draft} can read the target's layers {', '.join(map(str, readable))}; "
+                f"got {unknown[0]}; name one of them, or all"
+            )
+        return self.injection_layers
 
     def _operator_choices(self, draft: str, known: Sequence[Operator]) -> list[tuple[Operator | None, int | None]]:
         """Operators of a draft's compressor (None: the gate's choice), each with its ratio (None: the training's)."""
@@ -357,7 +329,7 @@ class SearchSpace(Document, kind="search-space"):
         return {"policy": policy} | {f"{policy}.{name}": tree[name] for name in self.trees[policy]}
 
 
-def _one_name(heads: float | tuple[float, float, float]) -> float | tuple[float, float, float] | None:
+def _one_name(heads: float | tuple[float, float, float] | None) -> float | tuple[float, float, float] | None:
     """Shares of heads as a subnet names them: one number if all blocks have the same share, None for all heads."""
     shares = set(Subnet(heads=heads).head_shares)
     equal = shares.pop() if len(shares) == 1 else None
@@ -380,12 +352,12 @@ def _value(text: str, change: str) -> Any:
     """The value of a change, as a space file has it; ``a,b`` is a list."""
     try:
         value = parse_yaml(text)
-        return [parse_yaml(one) for one in text.split(",")] if isinstance(value, str) and "," in text else value
+        return [parse_yaml(part) for part in text.split(",")] if isinstance(value, str) and "," in text else value
     except ValueError as error:
         raise UserError(f"--set {change}: no value of YAML ({error}); give for example heads=1.0,0.5") from None
 
 
 def subnets_of_drafts(changes: Sequence[str] = ()) -> SearchSpace:
     """The space of the drafts as they are, with the changes of ``SearchSpace.changed``, and without trees."""
-    whole = SearchSpace(name="of this draft", visual_keep=Dimension(choices=[1.0]), trees={"chain": {}})
+    whole = SearchSpace(name="of this draft", visual_keep=[1.0], trees={"chain": {}})
     return whole.changed(changes)

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 
 from autotune.console import Console
 from autotune.cost.latency_table import latency_table
-from autotune.cost.surface import Surface
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import DraftVariant
 from autotune.documents.execution import EAGER
 from autotune.documents.subnet import Subnet
-from autotune.documents.table import percent
 from autotune.machine.device import gib
 from autotune.measuring.jobs import JobLog
 from autotune.measuring.measurement import kv_lengths_for, measure_costs
@@ -85,14 +83,10 @@ def kv_lengths_of(pool: ModelPool, workload: Workload) -> tuple[int, ...]:
 
 
 def show_table(table: CostTable, console: Console) -> None:
-    """Show the latency of every surface by number of tokens; the other parts are details."""
+    """Show the latency of every surface by number of tokens."""
     threads = "" if table.threads is None else f", {table.threads} thread{'s' * (table.threads > 1)}"
     console.say(f"{table.device.model}{threads}, {table.precision}, {table.mode}")
     console.show(latency_table(table))
-    for name, part in table.parts.items():
-        if not isinstance(part, Surface):
-            found = f"leave-one-out error {percent(part.held_out_error)}, uncertainty {percent(part.uncertainty)}"
-            console.detail(f"{name}: {part.describe()} ({found})")
     if not table.estimated:
         disturbed = f"the device's speed changed during {table.disturbed_samples} of them"
         console.detail(f"{table.num_samples} steps timed; {disturbed}")

@@ -166,15 +166,13 @@ class Recording:
 
 
 def agreement_table(traces: Sequence[Trace]) -> Table:
-    """How often each draft, at its first subnet in ``traces``, predicts the target's next token, by task."""
+    """How often the most probable token of each draft, at its first subnet in ``traces``, is the target's, by task."""
     import pandas as pd
 
     of_draft: dict[str, Trace] = {}
     for trace in traces:
         of_draft.setdefault(trace.header.draft.id, trace)
-    ranks = (1, 4) if len(of_draft) == 1 else (1,)
-    shares = pd.concat([trace.agreement(ranks).assign(draft=draft) for draft, trace in of_draft.items()])
-    table = shares.pivot_table(values="share", index="task", columns=["draft", "rank"], sort=False)
+    shares = pd.concat([trace.agreement([1]).assign(draft=draft) for draft, trace in of_draft.items()])
+    table = shares.pivot_table(values="share", index="task", columns="draft", sort=False)
     rows = [[task, *map(percent, row)] for task, *row in table.itertuples()]
-    columns = ["task", *(f"{draft}, top-{rank}" for draft in of_draft for rank in ranks)]
-    return Table("Agreement of drafts with the target", columns, rows)
+    return Table("Agreement of drafts with the target", ["task", *of_draft], rows)

@@ -10,7 +10,6 @@ import torch
 
 from autotune.console import Console
 from autotune.documents.configuration import Configuration, DraftVariant
-from autotune.documents.decoding_profile import DraftChoice, OperatingPoint
 from autotune.documents.draft_kinds import TOKEN_DRAFTS
 from autotune.documents.execution import EAGER, STEPS_VERSION, capture_sizes_for
 from autotune.documents.provenance import ModelReference
@@ -29,7 +28,6 @@ from autotune.runtime.answer_keys import SOFTWARE, AnswerKeys
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.preparation import decoding_mode
 from autotune.study.search_settings import SearchSettings
-from autotune.trees.policy import parse_policy
 
 MEMORY_SHARE = 0.5  # of the free memory, for workers
 PROCESS_BYTES = 1 << 30  # of a worker in addition to its weights: torch, and processed prompts
@@ -171,21 +169,6 @@ class ModelPool:
         options: dict[str, Any] = {"capture_sizes": self.capture_sizes, "mode": self.mode, "processor": self.processor}
         return Decoder(self.target, threads=threads, prefill_threads=prefill_threads, **options)
 
-    def point(self, configuration: Configuration | None) -> OperatingPoint:
-        """The operating point of a configuration, neither predicted nor measured."""
-        if configuration is None:
-            return OperatingPoint(draft=None, tree=None, predicted=None, measured=None)
-        known = self.references[configuration.draft or next(iter(self.references))]
-        return OperatingPoint(
-            draft=DraftChoice(
-                kind=self.drafts[known.id].kind, id=known.id, sha256=known.sha256, subnet=configuration.subnet
-            ),
-            tree=parse_policy(configuration.tree),
-            fallback=configuration.fallback,
-            predicted=None,
-            measured=None,
-        )
-
     def draft_of(self, configuration: Configuration) -> LoadedDraft:
         """The draft of a configuration; the first one if it names none."""
         return self.draft(configuration.draft or next(iter(self.drafts)), configuration.subnet)
@@ -237,30 +220,21 @@ def variants_of(pool: ModelPool, space: SearchSpace) -> list[DraftVariant]:
     Drafts that see no images have no visual tokens to choose.
 
     Raises:
-        UserError: the space has parts of heads only, or given layers, and no draft is a supernet; operators only
-            and no draft has a compressor; cut vocabularies only and no draft has token frequencies; or weights in
-            float8 only and no draft reads the target's features.
+        UserError: the space has no whole draft in a dimension that no draft has.
     """
 
-    def check(is_choosable: bool, who_has: str, what: str) -> None:
-        if not is_choosable:
-            raise UserError(f"only {who_has} {what} to choose; got {', '.join(pool.drafts)}; leave {what} out")
-
     dimensions = [draft.dimensions for draft in pool.drafts.values()]
-    if 1.0 not in space.heads or isinstance(space.injection_layers, list):
-        supernets = any(known.injection_layers for known in dimensions)
-        check(supernets, "a star draft has", "heads and layers")
-    if "gate" not in space.operators:
-        compressors = any(known.operators for known in dimensions)
-        check(compressors, "a specvlm draft with a compressor has", "operators")
-    if 1.0 not in space.vocabularies:
-        counting = "drafts with token frequencies, which autotune train counts, have"
-        check(any(known.has_vocabularies for known in dimensions), counting, "vocabularies")
-    check(
-        "unchanged" in space.weights or any(known.has_float8 is not None for known in dimensions),
-        "drafts that read the target's features have",
-        "weights",
-    )
+    is_supernet = any(known.injection_layers for known in dimensions)
+    choices = [
+        ("heads", 1.0 in space.heads, is_supernet),
+        ("injection layers", not isinstance(space.injection_layers, list), is_supernet),
+        ("operators", "gate" in space.operators, any(known.operators for known in dimensions)),
+        ("vocabularies", 1.0 in space.vocabularies, any(known.has_vocabularies for known in dimensions)),
+        ("weights", "unchanged" in space.weights, any(known.has_float8 is not None for known in dimensions)),
+    ]
+    for what, has_whole, is_choosable in choices:
+        if not has_whole and not is_choosable:
+            raise UserError(f"none of {', '.join(pool.drafts)} has {what} to choose; leave {what} out")
     blind = space.without_images()
     return [
         (id, subnet)

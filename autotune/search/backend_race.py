@@ -17,9 +17,8 @@ from pathlib import Path
 from autotune.console import Console
 from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile
-from autotune.documents.deployment import RUNTIME, BackendResult
+from autotune.documents.deployment import RUNTIME, BackendResult, backends_table
 from autotune.documents.provenance import ModelReference
-from autotune.documents.table import Table, percent, with_interval
 from autotune.errors import UserError
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.race import Fastest, Race, TimeLimit, race
@@ -175,16 +174,16 @@ class Competition:
 def deployed(competition: Competition, tuned: Mapping[str, DecodingProfile]) -> DecodingProfile:
     """The profile of the backend that is deployed, with the race between all of them."""
     settings, console = competition.settings, competition.console
-    own = [label for label, profile in tuned.items() if has_own_weights(settings, profile)]
-    competing = list(tuned) if settings.any_weights or not own else own
-    if not own:
+    matching = [label for label, profile in tuned.items() if has_own_weights(settings, profile)]
+    competing = list(tuned) if settings.any_weights or not matching else matching
+    if not matching:
         console.say(f"no backend has the weights of {settings.target} at its precision: all compete")
     raced = competition.race(tuned, competing)
     runs = {label: raced.runs[label] for label in tuned if label not in competition.failed}
     remaining = [label for label in raced.remaining if label in runs]
     winner = remaining[0] if remaining else min(runs, key=lambda label: ms_per_token(runs[label]))
     plain = raced.runs.get(f"{winner}{PLAIN}", runs[winner])
-    reference_runs = next((runs[label] for label in own if label in runs), runs[winner])
+    reference_runs = next((runs[label] for label in matching if label in runs), runs[winner])
     num_shared = min(map(len, runs.values()))
     results = []
     for label, of_backend in runs.items():
@@ -200,16 +199,16 @@ def deployed(competition: Competition, tuned: Mapping[str, DecodingProfile]) -> 
                 ci95=summary.ci95,
                 num_prompts=len(of_backend),
                 agreement=agreement(of_backend, reference_runs),
-                has_own_weights=label in own,
+                has_own_weights=label in matching,
                 is_deployed=label == winner,
                 is_slower=label in competing and label not in remaining,
             )
         )
-    console.show(results_table(results, num_shared))
     for label, reason in competition.failed.items():
         choice = competition.choices[label]
         model = ModelReference(id=choice.model, sha256="")
         results.append(BackendResult(backend=choice.name, model=model, failure=reason))
+    console.show(backends_table(results))
     evidence = tuned[winner].evidence.model_copy(update={"backends": results})
     return tuned[winner].model_copy(update={"evidence": evidence})
 
@@ -236,28 +235,3 @@ def agreement(runs: Sequence[Decoded], others: Sequence[Decoded]) -> float:
         same = takewhile(lambda pair: pair[0] == pair[1], zip(run.tokens, other.tokens, strict=False))
         shares.append(sum(1 for _ in same) / max(1, len(run.tokens), len(other.tokens)))
     return sum(shares) / max(1, len(shares))
-
-
-def results_table(results: Sequence[BackendResult], num_shared: int) -> Table:
-    """The backends of a race, the fastest first.
-
-    Args:
-        num_shared: prompts that all of them decoded.
-    """
-    ordered = sorted(results, key=lambda result: result.seconds)
-    names = [f"{result.backend}, {result.precision}" for result in ordered]
-    labels = dict(zip(names, (f"{result.label}, {result.model.id}" for result in ordered), strict=True))
-    rows = [
-        [
-            name,
-            f"{result.seconds:.1f}",
-            with_interval(result.speedup, result.ci95),
-            percent(result.agreement, 0),
-            "yes" if result.has_own_weights else "no",
-            "yes" if result.is_deployed else "",
-        ]
-        for name, result in zip(names, ordered, strict=True)
-    ]
-    columns = ["backend", "seconds", "speedup over plain", "same tokens", "own weights", "deployed"]
-    winner = [result.is_deployed for result in ordered].index(True)
-    return Table(f"Backends on {num_shared} held-out prompts", columns, rows, emphasised=winner, labels=labels)

@@ -50,7 +50,7 @@ def backend_options() -> list[str]:
     """The options of all backends as ``--set NAME:OPTION=VALUE`` names them: those of their constructors."""
     options: list[str] = []
     for name, backend in BACKENDS.items():
-        named = [one.name for one in signature(backend).parameters.values() if one.kind is Parameter.KEYWORD_ONLY]
+        named = [p.name for p in signature(backend).parameters.values() if p.kind is Parameter.KEYWORD_ONLY]
         options += [f"{name}:{option}" for option in named if option not in ("console", "seed")]
     return options
 
@@ -88,15 +88,29 @@ def _refuse_options(settings: SearchSettings, names: Sequence[str], num_backends
         given = [name for name in settings.model_dump(exclude_defaults=True) if name not in OF_ENGINES]
         refused += [f"--{option_name(name, SearchSettings.model_fields[name])}" for name in given]
         refused += [f"--set {change}" for change in settings.changes if not is_of_backend(change)]
-    if refused:
-        raise UserError(f"{refused[0]}: not an option of {' or '.join(names)}; drop it, or search the runtime alone")
-    if num_backends == 1 and settings.any_weights:
-        raise UserError("--any-weights chooses among backends; name several with --backend")
-    if settings.requests_at_once and ([*names] == [RUNTIME] or any(map(URL.match, settings.changes))):
-        reason = "the runtime serves one request at a time, and a server that runs is not measured"
-        raise UserError(f"--requests-at-once: {reason}; let --backend llama.cpp or vllm start its servers")
-    if num_backends > 1 and (settings.gpu or settings.random_weights):
-        raise UserError("--gpu: backends race each other on this machine; give --device, or leave --backend out")
+    is_elsewhere = names == [RUNTIME] or any(map(URL.match, settings.changes))
+    rules = (
+        (
+            refused,
+            f"{''.join(refused[:1])}: not an option of {' or '.join(names)}; drop it, or search the runtime alone",
+        ),
+        (
+            num_backends == 1 and settings.any_weights,
+            "--any-weights chooses among backends; name several with --backend",
+        ),
+        (
+            settings.requests_at_once and is_elsewhere,
+            "--requests-at-once: the runtime serves one request at a time, and a server that runs is not measured; "
+            "let --backend llama.cpp or vllm start its servers",
+        ),
+        (
+            num_backends > 1 and (settings.gpu or settings.random_weights),
+            "--gpu: backends race each other on this machine; give --device, or leave --backend out",
+        ),
+    )
+    for is_broken, rule in rules:
+        if is_broken:
+            raise UserError(rule)
 
 
 def _options_by_backend(changes: Sequence[str]) -> dict[str, dict[str, str]]:
@@ -131,12 +145,12 @@ def restored_backend(
 
 def found_engines() -> list[str]:
     """Names of the engines whose programs are on this machine."""
-    found = []
+    names = []
     for name, backend in BACKENDS.items():
         with suppress(UserError):
             if issubclass(backend, EngineBackend) and backend.find(None):
-                found.append(name)
-    return found
+                names.append(name)
+    return names
 
 
 @contextmanager
@@ -165,10 +179,10 @@ def arms_of(
 
         decoder = load(profile, device=device, context_tokens=0, console=console)
         arms = RuntimeArms(decoder)
-        found: dict[str, Arm] = {AR: arms.plain}
+        named: dict[str, Arm] = {AR: arms.plain}
         if decoder.draft is not None:
-            found[TUNED] = DecoderArm(TUNED, decoder, arms, key=f"{TUNED}-{profile.content_hash}")
-        yield found
+            named[TUNED] = DecoderArm(TUNED, decoder, arms, key=f"{TUNED}-{profile.content_hash}")
+        yield named
         return
     backend, deployment = restored_backend(profile, command=command, console=console), profile.point.deployment
     configurations: dict[str, Speculation | None] = {AR: None}

@@ -88,8 +88,8 @@ def tune_engine(
     ranked = rank(backend, recorded, prices, console)
     chosen = ranked[0] if ranked[0].predicted.speedup > 1.0 else None
     engine = EngineEvidence(
-        num_replayed=Counter(one.predicted.type for one in ranked),
-        predicted=[one.predicted for one in ranked],
+        num_replayed=Counter(candidate.predicted.type for candidate in ranked),
+        predicted=[candidate.predicted for candidate in ranked],
         prices=list(prices.priced),
         factors=dict(prices.factors),
         left_out=dict(prices.left_out),
@@ -148,34 +148,37 @@ def rank(backend: Backend, recorded: Any, prices: Prices, console: Console) -> l
             )
             ranked.append(RankedConfiguration(configuration, predicted, steps.counts))
             update(number, len(configurations))
-    ranked.sort(key=lambda one: -one.predicted.speedup)
-    shown = {one.title: one.predicted for one in [*ranked[:SHOWN], best_default(ranked)]}
-    rows = [[title, times(one.speedup), "{:.2f} to {:.2f}".format(*one.ci95)] for title, one in shown.items()]
+    ranked.sort(key=lambda candidate: -candidate.predicted.speedup)
+    shown = {candidate.title: candidate.predicted for candidate in [*ranked[:SHOWN], best_default(ranked)]}
+    rows = [
+        [title, times(candidate.speedup), "{:.2f} to {:.2f}".format(*candidate.ci95)]
+        for title, candidate in shown.items()
+    ]
     console.show(Table("Predicted on the tuning prompts", ["configuration", "speedup", "95 %"], rows))
     return ranked
 
 
 def best_default(ranked: Sequence[RankedConfiguration]) -> RankedConfiguration:
     """The fastest of the types' defaults by prediction."""
-    return next(one for one in ranked if one.predicted.is_default)
+    return next(candidate for candidate in ranked if candidate.predicted.is_default)
 
 
 def finalists_of(ranked: Sequence[RankedConfiguration]) -> dict[str, RankedConfiguration]:
     """The best default, the fastest of the others, and the fastest of another type, by name."""
     default = best_default(ranked)
-    others = [one for one in ranked if one is not default]
-    of_other_types = [one for one in others if one.predicted.type != others[0].predicted.type]
-    return {one.name: one for one in (default, *others[:1], *of_other_types[:1])}
+    others = [candidate for candidate in ranked if candidate is not default]
+    of_other_types = [candidate for candidate in others if candidate.predicted.type != others[0].predicted.type]
+    return {candidate.name: candidate for candidate in (default, *others[:1], *of_other_types[:1])}
 
 
 def counts_as_predicted(finalists: Mapping[str, RankedConfiguration], raced: Race) -> dict[str, tuple[int, int]]:
     """The number of each finalist's requests whose counts are those of the replay, and of all."""
-    found = {}
+    counts = {}
     for name, finalist in finalists.items():
         pairs = list(zip(raced.runs[name], finalist.counts, strict=False))
         same = sum((run.rounds - run.plain_steps, run.verified_nodes, run.accepted_tokens) == c for run, c in pairs)
-        found[name] = same, len(pairs)
-    return found
+        counts[name] = same, len(pairs)
+    return counts
 
 
 def finalists_table(
@@ -183,8 +186,13 @@ def finalists_table(
 ) -> Table:
     """Predictions of the finalists beside their runs."""
     rows = [
-        [one.title, times(one.predicted.speedup), f"{len(raced.runs[name])}", "{}/{}".format(*as_predicted[name])]
-        for name, one in finalists.items()
+        [
+            candidate.title,
+            times(candidate.predicted.speedup),
+            f"{len(raced.runs[name])}",
+            "{}/{}".format(*as_predicted[name]),
+        ]
+        for name, candidate in finalists.items()
     ]
     return Table("Finalists on tuning prompts", ["finalist", "predicted", "runs", "counts as predicted"], rows)
 
@@ -203,7 +211,7 @@ def evaluate(
     evaluation = Evaluation(
         runs={name: [run.in_passes for run in raced.runs[name]] for name in names},
         configurations={name: None if name == AR else arms[name].configuration for name in names},
-        predicted={name: one.predicted.speedup for name, one in arms.items()},
+        predicted={name: candidate.predicted.speedup for name, candidate in arms.items()},
         best_default=default if default in names[:-1] else None,
         tuned=tuned,
     )
@@ -232,7 +240,7 @@ class EngineRaces:
         Raises:
             UserError: plain decoding fails, or every configuration.
         """
-        configurations = {AR: None} | {name: one.configuration for name, one in arms.items()}
+        configurations = {AR: None} | {name: candidate.configuration for name, candidate in arms.items()}
         with ExitStack() as stack, self.console.stage(stage, len(workload.prompts)) as update:
             started: list[Arm] = []
             failed: dict[str, str] = {}

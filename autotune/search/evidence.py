@@ -79,12 +79,14 @@ def print_evaluation(evaluation: Evaluation, console: Console) -> None:
     for table in (replace(arms, labels={**arms.labels, **labels}), *others):
         if table.rows:
             console.show(table)
-    found = evaluation.differences
-    if num := found.rounding + len(found.other) + found.unexamined:
-        parts = f"{found.rounding} by rounding alone, after near ties; {len(found.other)} for another reason"
-        late = f"; {found.unexamined} not examined within the budget" if found.unexamined else ""
+    differences = evaluation.differences
+    if num := differences.rounding + len(differences.other) + differences.unexamined:
+        parts = (
+            f"{differences.rounding} by rounding alone, after near ties; {len(differences.other)} for another reason"
+        )
+        late = f"; {differences.unexamined} not examined within the budget" if differences.unexamined else ""
         console.say(f"{num} outputs of {evaluation.tuned} differ from plain decoding: {parts}{late}")
-    for difference in found.other:
+    for difference in differences.other:
         console.say(f"  {difference}")
 
 

@@ -16,7 +16,6 @@ from autotune.documents.configuration import Configuration
 from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import AR, HF
 from autotune.documents.published_defaults import COMPARED_DEFAULTS
-from autotune.documents.table import Table, with_interval
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.race import Fastest, Race, TimeLimit, race
 from autotune.evaluation.runner import ArmRunner
@@ -31,7 +30,7 @@ from autotune.search.plan import Plan
 from autotune.search.tree_search import TreeSearchResult
 from autotune.search.tuning import Tuning
 from autotune.search.tuning_prompts import TuningPrompts, speedup_interval
-from autotune.study.document import MeasuredConfiguration
+from autotune.study.document import MeasuredConfiguration, finalists_table
 from autotune.study.storage import RUNS
 from autotune.trees.policy import parse_policy
 from autotune.workloads.prompt import WorkloadPrompt
@@ -133,21 +132,6 @@ class Finalists:
     prompts: TuningPrompts
     """The tuning prompts, with prices that the rounds of the finalists have updated."""
 
-    def tables(self) -> list[Table]:
-        """Predicted and measured speedups."""
-        measured, rows = [*self.finalists, *self.defaults], []
-        for one in measured:
-            predicted, error = "-", "-"
-            if one.predicted_speedup is not None and one.interval90 is not None:
-                predicted = with_interval(one.predicted_speedup, one.interval90)
-                error = f"{100 * (one.predicted_speedup / one.speedup - 1):+.1f} %"
-            runs = f"{one.num_runs}" + (", eliminated" if one.is_eliminated else "")
-            rows.append([one.name, predicted, with_interval(one.speedup, one.ci95), runs, error])
-        columns = ["finalist or default", "predicted (90 %)", "measured (95 %)", "runs", "prediction error"]
-        labels = {one.name: one.configuration.label for one in measured}
-        title = "Finalists and published defaults on tuning prompts"
-        return [Table(title, columns, rows, details=columns[-1:], labels=labels)]
-
 
 @dataclass(frozen=True)
 class Entrants:
@@ -173,7 +157,9 @@ def measure_finalists(
     """
     candidates = choose_finalists(confirmable(trees.fastest), prompts.confirming, thresholds.RACE_SIZES[0][1])
     whole = Entrants(
-        _named([prompts.confirming.with_fallback(one) for one in candidates]), published_defaults(tuning.pool), 0
+        _named([prompts.confirming.with_fallback(candidate) for candidate in candidates]),
+        published_defaults(tuning.pool),
+        0,
     )
     deadline, last = tuning.clock.deadline_of("finalists"), tuning.clock.limit_of("finalists")
     seed, console = tuning.settings.seed, tuning.console
@@ -203,14 +189,16 @@ def measure_finalists(
     )
     limit = TimeLimit(deadline, min(thresholds.MIN_PROMPTS, entrants.prompts_per_block), last)
     second = compete(again, first.prompts, races, limit, seed + 1)
-    known = {one.name for one in first.finalists}
-    finalists = [*first.finalists, *(one for one in second.finalists if one.name not in known)]
-    winner = next(one for one in finalists if one.name == second.winner.name)
+    known = {finalist.name for finalist in first.finalists}
+    finalists = [*first.finalists, *(finalist for finalist in second.finalists if finalist.name not in known)]
+    winner = next(finalist for finalist in finalists if finalist.name == second.winner.name)
     return replace(first, winner=winner, finalists=finalists, prompts=second.prompts)
 
 
 def _named(candidates: Sequence[Candidate], after: int = 0) -> dict[str, Configuration]:
-    return {f"finalist {number}": one.configuration for number, one in enumerate(candidates, start=after + 1)}
+    return {
+        f"finalist {number}": candidate.configuration for number, candidate in enumerate(candidates, start=after + 1)
+    }
 
 
 def compete(entrants: Entrants, prompts: TuningPrompts, races: Races, limit: TimeLimit, seed: int) -> Finalists:
@@ -226,20 +214,19 @@ def compete(entrants: Entrants, prompts: TuningPrompts, races: Races, limit: Tim
     documents = {name: _document(name, c, measured, prompts.confirming) for name, c in entrants.all.items()}
     estimates = {name: estimated_speedup(documents[name], prompts.full) for name in entrants.finalists}
     runs = {name: (c, measured.runs[name]) for name, c in entrants.all.items()}
-    found = Finalists(
+    result = Finalists(
         winner=documents[winner_of(measured, estimates)],
         finalists=[documents[name] for name in entrants.finalists],
         defaults=[documents[name] for name in entrants.defaults],
         best_defaults={name: entrants.defaults[name] for name in measured.remaining if name in entrants.defaults},
         prompts=prompts.with_table(updated_table(prompts.confirming, runs, measured.runs[AR])),
     )
-    for table in found.tables():
-        races.console.show(table)
+    races.console.show(finalists_table([*result.finalists, *result.defaults]))
     plain_ms = [run.decode_ms for run in measured.runs[AR]]
     order = np.arange(len(plain_ms)) % len(prompts.confirming.tasks)
     ratio = sum(plain_ms) / prompts.confirming.ar_ms[order].sum()
     races.console.say(f"plain decoding took {ratio:.2f} times as long as the cost table predicts")
-    return found
+    return result
 
 
 def leaders(candidates: Sequence[Candidate], measured: Finalists) -> list[Candidate]:
@@ -255,7 +242,7 @@ def leaders(candidates: Sequence[Candidate], measured: Finalists) -> list[Candid
     here = [prompts.choosing.candidate(c.configuration, result) for c, result in zip(near, results, strict=True)]
     ranked = confirmable(sorted(here, key=lambda c: c.rank))
     fastest = choose_finalists(ranked, prompts.confirming, thresholds.MAX_LEADERS)
-    known = {one.configuration.key for one in (*measured.finalists, *measured.defaults)}
+    known = {arm.configuration.key for arm in (*measured.finalists, *measured.defaults)}
     new = [c for c in map(prompts.confirming.with_fallback, fastest) if c.key not in known]
     least = thresholds.MAX_TIE * prompts.full.evaluate(winner).speedup
     return [candidate for candidate in new if prompts.full.evaluate(candidate.configuration).speedup > least]

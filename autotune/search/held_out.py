@@ -6,15 +6,12 @@ import itertools
 import time
 from collections.abc import Mapping, Sequence
 
-from autotune.documents.configuration import Configuration
 from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import AR, HF, TUNED, Differences
 from autotune.evaluation.divergence import divergences_from_plain
 from autotune.evaluation.race import Fastest, TimeLimit
 from autotune.evaluation.runtime_arms import DecoderArm
 from autotune.evaluation.summary import ms_per_token
-from autotune.replay.draws import time_draws
-from autotune.replay.evaluator import Evaluator
 from autotune.search import thresholds
 from autotune.search.evidence import Evaluation, print_evaluation
 from autotune.search.finalists import Finalists, Races, block_s
@@ -29,7 +26,7 @@ def evaluate_held_out(tuning: Tuning, plan: Plan, finalists: Finalists, races: R
     """
     deadline, winner = tuning.clock.deadline_of("evaluation"), finalists.winner.configuration
     evaluator, prompts = finalists.prompts.full, tuning.held_out.prompts
-    defaults = rivals(finalists)
+    defaults = dict(itertools.islice(finalists.best_defaults.items(), thresholds.MAX_HELD_OUT_DEFAULTS))
     left_s = max(0.0, deadline - time.monotonic())
     is_long = 3 * block_s({TUNED: winner, **defaults}, evaluator, thresholds.HELD_OUT_PROMPTS) > left_s
     may_differ = not tuning.pool.target.text.is_exact
@@ -63,26 +60,6 @@ def evaluate_held_out(tuning: Tuning, plan: Plan, finalists: Finalists, races: R
     return evaluation
 
 
-def rivals(finalists: Finalists) -> dict[str, Configuration]:
-    """The published defaults that may be the best one, the most probable one first. Others are not run where replay
-    says, in nine of ten draws, that the winner is faster.
-    """
-    winner, evaluator = finalists.winner.configuration, finalists.prompts.full
-    defaults = dict(itertools.islice(finalists.best_defaults.items(), thresholds.MAX_HELD_OUT_DEFAULTS))
-    if not evaluator.can_replay(winner):
-        return defaults
-    best = next(iter(defaults), None)
-    return {name: c for name, c in defaults.items() if name == best or not _is_slower(c, winner, evaluator)}
-
-
-def _is_slower(configuration: Configuration, than: Configuration, evaluator: Evaluator) -> bool:
-    """Whether replay says so in ``CONFIDENCE`` of the draws."""
-    if not evaluator.can_replay(configuration):
-        return False
-    ms, than_ms = time_draws(evaluator, [configuration, than])
-    return bool((ms > than_ms).mean() > thresholds.CONFIDENCE)
-
-
 def differences_of(
     tuned: DecoderArm, workload: Workload, runs: Mapping[str, Sequence[Decoded]], deadline: float
 ) -> Differences:
@@ -92,7 +69,9 @@ def differences_of(
         return Differences()
     decoded = tuned.arms.conversations.follow_all(workload.prompts[: len(runs[tuned.name])])
     longest_s = max(run.target_prefill_ms + run.decode_ms for run in runs[AR]) / 1e3  # an examination decodes plainly
-    found = divergences_from_plain(tuned, decoded, runs[tuned.name], runs[AR], deadline - longest_s)
+    examined = divergences_from_plain(tuned, decoded, runs[tuned.name], runs[AR], deadline - longest_s)
     is_exact = tuned.decoder.target.text.is_exact
-    other = [f"{prompt}: {one}" for prompt, one in found.items() if is_exact or not one.is_near_tie]
-    return Differences(rounding=len(found) - len(other), other=other, unexamined=num - len(found))
+    other = [
+        f"{prompt}: {difference}" for prompt, difference in examined.items() if is_exact or not difference.is_near_tie
+    ]
+    return Differences(rounding=len(examined) - len(other), other=other, unexamined=num - len(examined))

@@ -11,7 +11,6 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -59,7 +58,7 @@ def measure_rates(plain: Decoder, workload: Workload) -> Rates:
     first = {bool(prompt.pixels): prompt for prompt in reversed(workload.prompts)}
     rates = {kind: _rates_of(plain, prompt) for kind, prompt in first.items()}
     of_prompts = [rates[bool(prompt.pixels)] for prompt in workload.prompts]
-    return Rates(prefill_s=fmean(one.prefill_s for one in of_prompts), step_s=fmean(one.step_s for one in of_prompts))
+    return Rates(prefill_s=fmean(r.prefill_s for r in of_prompts), step_s=fmean(r.step_s for r in of_prompts))
 
 
 def _rates_of(plain: Decoder, prompt: WorkloadPrompt) -> Rates:
@@ -197,21 +196,20 @@ class Plan(Document):
         return self.kept_prompts[:2] == thresholds.KEPT_PROMPTS[0][:2]
 
     def _verdict(self, size: SearchSize) -> str:
-        """How many prompts decide and, of too few, which budget or length of answers has time for enough."""
+        """How many prompts decide and, of too few, which budget has time for enough."""
         num_judging = min(self.kept_prompts[0], size.num_evaluate_prompts)
         text = f"{self.kept_prompts[1]} prompts decide between finalists, and {num_judging} held-out ones judge"
         if self.decides:
             few = ": the result will be a guess; give more prompts in --workload"
             return text + (few if num_judging < thresholds.KEPT_PROMPTS[0][0] else "")
-        plan = partial(make_plan, rates=self.rates, spent_s=self.full_s - size.full_s(self.rates))
-        minutes = next(n for n in itertools.count(int(self.seconds) // 60 + 1) if plan(size, seconds=60 * n).decides)
-        shorter = (
-            (limit, replace(size, answer_tokens=[min(limit, longest) for longest in size.answer_tokens]))
-            for limit in range(max(size.answer_tokens) // 8 * 8, thresholds.LEAST_TOKENS - 1, -8)
+        spent_s = self.full_s - size.full_s(self.rates)
+        minutes = next(
+            number
+            for number in itertools.count(int(self.seconds) // 60 + 1)
+            if make_plan(size, self.rates, seconds=60 * number, spent_s=spent_s).decides
         )
-        lengths = (f" or --max-new-tokens {n}" for n, one in shorter if plan(one, seconds=self.seconds).decides)
         enough = "{1} decide and {0} judge".format(*thresholds.KEPT_PROMPTS[0])
-        return f"{text}: the result will be a guess; {enough} with --budget {minutes}m{next(lengths, '')}"
+        return f"{text}: the result will be a guess; {enough} with --budget {minutes}m"
 
 
 def size_of(tuning: Tuning) -> SearchSize:

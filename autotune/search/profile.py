@@ -8,6 +8,7 @@ from autotune.documents.decoding_profile import (
     AR,
     TUNED,
     DecodingProfile,
+    DraftChoice,
     Evidence,
     OperatingPoint,
     Predicted,
@@ -21,6 +22,7 @@ from autotune.search.plan import Plan
 from autotune.search.tree_search import TreeSearchResult
 from autotune.search.tuning import Tuning
 from autotune.search.tuning_prompts import TuningPrompts, speedup_interval
+from autotune.trees.policy import parse_policy
 
 EXECUTION = "precision", "capture_sizes", "mode", "attention_backends", "threads", "prefill_threads"
 """Fields of a cost table that its profiles have, too."""
@@ -92,15 +94,22 @@ def _profile(
 
 def _point(tuning: Tuning, prompts: TuningPrompts, configuration: Configuration | None) -> OperatingPoint:
     """The operating point of a configuration, or of plain decoding, with what replay predicts for tuning prompts."""
-    point, evaluator = tuning.pool.point(configuration), prompts.full
+    pool, evaluator, predicted = tuning.pool, prompts.full, None
     estimated = evaluator.table.estimated
     if configuration is None:
         ms = evaluator.ar_ms_per_token
         predicted = Predicted(speedup=1.0, ms_per_token=ms, tokens_per_round=None, estimated=estimated)
-    elif evaluator.can_replay(configuration):
+        return OperatingPoint(draft=None, tree=None, predicted=predicted, measured=None)
+    if evaluator.can_replay(configuration):
         speed = evaluator.evaluate(configuration).model_dump(include={"speedup", "ms_per_token", "tokens_per_round"})
         interval90 = speedup_interval(evaluator, configuration, other_prompts=True)
         predicted = Predicted(**speed, interval90=interval90, estimated=estimated)
-    else:
-        return point
-    return point.model_copy(update={"predicted": predicted})
+    known = pool.references[configuration.draft or next(iter(pool.references))]
+    kind, subnet = pool.drafts[known.id].kind, configuration.subnet
+    return OperatingPoint(
+        draft=DraftChoice(kind=kind, id=known.id, sha256=known.sha256, subnet=subnet),
+        tree=parse_policy(configuration.tree),
+        fallback=configuration.fallback,
+        predicted=predicted,
+        measured=None,
+    )

@@ -61,11 +61,11 @@ class Screened:
 
     def tables(self) -> list[Table]:
         """The survivors, with the range of all speedups."""
-        found = [subnet for subnet in self.subnets if subnet.variant in self.survivors]
-        rows = [[f"{n}", f"{s.depth}", f"{s.tokens_per_round:.2f}", times(s.speedup)] for n, s in enumerate(found, 1)]
+        shown = [subnet for subnet in self.subnets if subnet.variant in self.survivors]
+        rows = [[f"{n}", f"{s.depth}", f"{s.tokens_per_round:.2f}", times(s.speedup)] for n, s in enumerate(shown, 1)]
         slowest, fastest = times(self.subnets[-1].speedup), times(self.subnets[0].speedup)
         title = f"{len(self.subnets)} subnets screened ({slowest} to {fastest}), {len(self.survivors)} survivors"
-        labels = {f"{n}": f"{s.draft} {s.subnet.label}".strip() for n, s in enumerate(found, 1)}
+        labels = {f"{n}": f"{s.draft} {s.subnet.label}".strip() for n, s in enumerate(shown, 1)}
         return [Table(title, ["survivor", "best chain's depth", "M", "predicted"], rows, labels=labels)]
 
 
@@ -134,9 +134,9 @@ def screen_units(
 
     for keys, is_least in _in_order(waiting, records, SCREENED_AT_ONCE * num_processes):
         chosen = units.some(keys)
-        found = ledger.work("subnets", chosen, deadline=limit if is_least else deadline, report=report_all)
-        records |= found
-        if len(found) < len(chosen):
+        made = ledger.work("subnets", chosen, deadline=limit if is_least else deadline, report=report_all)
+        records |= made
+        if len(made) < len(chosen):
             break
         for key in keys:
             del waiting[key]

@@ -176,8 +176,10 @@ class _TreeStage:
         """The record of a unit: its fastest candidates."""
         rows = _fastest(results, thresholds.NUM_KEPT)
         fastest = [self.evaluator.candidate(configurations[row], results[row]) for row in rows]
-        self.best = min([*fastest, *([self.best] if self.best else [])], key=lambda one: one.rank, default=None)
-        return {"num_replayed": num_replayed, "fastest": [one.model_dump(mode="json") for one in fastest]}
+        self.best = min(
+            [*fastest, *([self.best] if self.best else [])], key=lambda candidate: candidate.rank, default=None
+        )
+        return {"num_replayed": num_replayed, "fastest": [candidate.model_dump(mode="json") for candidate in fastest]}
 
     def sample(
         self, swept: list[Record], num_trials: int, deadline: float | None, report: Callable[[int, int], None]
@@ -198,13 +200,10 @@ class _TreeStage:
             key = content_key([self.key, "sampled", first, count])
             units[key] = partial(self._sample, ranked[: thresholds.NUM_KEPT], first, count)
 
-        def report_trials(done: int, of: int) -> None:
-            report(min(num_trials, done * thresholds.NUM_UNIT_TRIALS), num_trials)
-
         # Optuna creates its tables in steps that must not run in two workers at once.
         create = partial(optuna.storages.get_storage, optuna_storage(self.ledger.storage))
         self.ledger.work("optuna", {content_key(["optuna's tables"]): lambda: {"are there": bool(create())}})
-        return list(self.ledger.work("trees", units, deadline=deadline, report=report_trials).values())
+        return list(self.ledger.work("trees", units, deadline=deadline, report=report).values())
 
     def _sample(self, start: list[Candidate], first: int, count: int) -> Record:
         """Trials ``first`` to ``first + count``, by a sampler that starts from the candidates ``start``."""

@@ -63,24 +63,24 @@ class StageClock:
 
     def deadline_of(self, stage: str) -> float:
         """The end of a stage that begins now: the time kept for it, and its share of the time that is left for it and
-        the later stages and not kept.
+        the later stages and not reserved.
         """
-        kept = self._kept_from(stage)
-        now, weights = time.monotonic(), [self.weights[name] for name in kept]
-        free_s = max(0.0, self.deadline - now - sum(kept.values()))
-        return now + kept[stage] + free_s * weights[0] / sum(weights)
+        reserved = self._kept_from(stage)
+        now, weights = time.monotonic(), [self.weights[name] for name in reserved]
+        free_s = max(0.0, self.deadline - now - sum(reserved.values()))
+        return now + reserved[stage] + free_s * weights[0] / sum(weights)
 
     def limit_of(self, stage: str) -> float:
         """The end of the time that is not kept for later stages: the least of a stage may go on until then."""
-        kept = self._kept_from(stage)
-        return self.deadline - (sum(kept.values()) - kept[stage])
+        reserved = self._kept_from(stage)
+        return self.deadline - (sum(reserved.values()) - reserved[stage])
 
     def _kept_from(self, stage: str) -> dict[str, float]:
         """The time kept for this stage and every later one, less where not so much is left."""
         stages = list(self.weights)
-        kept = {name: self.kept_s.get(name, 0.0) for name in stages[stages.index(stage) :]}
-        share = min(1.0, max(0.0, self.deadline - time.monotonic()) / max(sum(kept.values()), 1e-9))
-        return {name: share * seconds for name, seconds in kept.items()}
+        reserved = {name: self.kept_s.get(name, 0.0) for name in stages[stages.index(stage) :]}
+        share = min(1.0, max(0.0, self.deadline - time.monotonic()) / max(sum(reserved.values()), 1e-9))
+        return {name: share * seconds for name, seconds in reserved.items()}
 
 
 @dataclass

@@ -7,6 +7,7 @@ workloads or other cost tables.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,6 +49,26 @@ class MeasuredConfiguration(Document):
     """Interval of the prediction."""
 
 
+def finalists_table(measured: Sequence[MeasuredConfiguration]) -> Table:
+    """Predicted and measured speedups of finalists and published defaults on tuning prompts."""
+    rows = [
+        [
+            arm.name,
+            with_interval(arm.predicted_speedup, arm.interval90)
+            if arm.predicted_speedup and arm.interval90
+            else times(arm.predicted_speedup),
+            with_interval(arm.speedup, arm.ci95),
+            percent(arm.predicted_speedup / arm.speedup - 1) if arm.predicted_speedup else "-",
+            f"{arm.num_runs}{', eliminated' if arm.is_eliminated else ''}",
+        ]
+        for arm in measured
+    ]
+    columns = ["configuration", "predicted, 90 %", "measured, 95 %", "error", "runs"]
+    labels = {arm.name: arm.configuration.label for arm in measured}
+    title = "Finalists and published defaults on tuning prompts"
+    return Table(title, columns, rows, details=["error"], labels=labels)
+
+
 class StudyDocument(Document, kind="study", made_by="autotune search"):
     """The inputs and results of a search."""
 
@@ -82,22 +103,7 @@ class StudyDocument(Document, kind="study", made_by="autotune search"):
 
     def tables(self) -> list[Table]:
         """Finalists and published defaults on tuning prompts; without rows before they have run."""
-        measured = [*self.finalists, *self.defaults]
-        rows = [
-            [
-                result.name,
-                with_interval(result.predicted_speedup, result.interval90)
-                if result.predicted_speedup and result.interval90
-                else times(result.predicted_speedup),
-                with_interval(result.speedup, result.ci95),
-                percent(result.predicted_speedup / result.speedup - 1) if result.predicted_speedup else "-",
-                f"{result.num_runs}{', eliminated' if result.is_eliminated else ''}",
-            ]
-            for result in measured
-        ]
-        columns = ["configuration", "predicted, 90 %", "measured, 95 %", "error", "runs"]
-        labels = {result.name: result.configuration.label for result in measured}
-        return [Table("Finalists and published defaults on tuning prompts", columns, rows, labels=labels)]
+        return [finalists_table([*self.finalists, *self.defaults])]
 
     def may_be_of(self, profile: DecodingProfile) -> bool:
         """Whether the search had the profile's target, device and tuning prompts, and its draft."""

@@ -7,7 +7,6 @@ Checking them loads neither torch nor numba, so that a mistake is answered at on
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +31,6 @@ from autotune.study.storage import PROFILE, STUDY, storage_url, study_folder
 from autotune.workloads.formats import Format
 from autotune.workloads.workload import TEXTS, Workload, WorkloadSplit, load_workload
 
-LOCAL = r"auto|cpu|cuda(:\d+)?"
 OF_NO_RESULT = {"output", "table", "folder", "jobs", "storage", "wait_until_idle_s"}
 """Settings with which a search stays the same one."""
 
@@ -177,8 +175,8 @@ class SearchSettings(Document):
         values = self.model_dump(exclude={"backends", "requests_at_once", "any_weights", "has_default_drafts"})
         changes = tuple(change for change in self.changes if not is_of_backend(change))
         drafts = () if self.has_default_drafts else self.drafts
-        own = {"target": model, "drafts": drafts, "changes": changes, "budget_s": budget_s, "output": output}
-        return SearchSettings(**values | own)
+        of_runtime = {"target": model, "drafts": drafts, "changes": changes, "budget_s": budget_s, "output": output}
+        return SearchSettings(**values | of_runtime)
 
     def load_prompts(self, split: WorkloadSplit, count: int | None = None) -> Workload:
         """At most ``count`` prompts of a split, with the lengths, temperature and template variables of the settings.
@@ -228,10 +226,6 @@ def check_settings(settings: SearchSettings) -> SearchSettings:
     """
     check_capture_sizes(settings.capture_sizes)
     if settings.study is not None:
-        if settings.study in ("", ".", ".."):
-            raise UserError(
-                f"--study names a folder in {settings.folder}; got {settings.study!r}; give a name or a path"
-            )
         require_writable(study_folder(settings.study, settings.folder) / STUDY, "--study")
     changes = [change for change in settings.changes if not is_of_backend(change)]
     SearchSpace.load(space_path(settings.space)).changed(changes)
@@ -270,10 +264,6 @@ def device_for(gpu: str | None, device: str = "auto") -> str | None:
 
 def _require_known(gpu: str) -> None:
     """Refuse a card without a cost table or datasheet."""
-    if re.fullmatch(LOCAL, gpu):
-        raise UserError(
-            f"--gpu {gpu}: --gpu names a card, such as h100; for a device of this machine give --device {gpu}"
-        )
     check_supported(gpu)
     known = {*shipped_tables(), *datasheets()}
     if gpu not in known and find_limits(gpu) is None:

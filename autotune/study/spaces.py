@@ -46,10 +46,6 @@ def load_space(name: str, changes: Sequence[str] = ()) -> SearchSpace:
         if POLICIES[policy].is_template():
             _check_template(policy, POLICIES[policy].template_sizes, dimensions, path)
             continue
-        fields = [field for field in POLICIES[policy].model_fields if field != "policy"]
-        for name in dimensions:
-            if name not in fields:
-                raise UserError(f"{path}: {policy} has no hyperparameter {name!r}; {nearest(name, fields)}")
         for name, dimension in dimensions.items():
             for value in dimension.choices or [dimension.low, dimension.high]:
                 tree = ordered(policy, {**_largest(dimensions), name: value})
@@ -59,13 +55,10 @@ def load_space(name: str, changes: Sequence[str] = ()) -> SearchSpace:
 
 def _check_template(policy: str, sizes: Mapping[str, int], dimensions: dict[str, Dimension], path: Path) -> None:
     for name in (*dimensions, *sizes):
-        if name not in sizes:
-            raise UserError(f"{path}: {policy} trees have no dimension {name!r}; {nearest(name, sizes)}")
         values = dimensions[name].values if name in dimensions else None
-        if not values or not all(isinstance(v, int) and 1 <= v <= sizes[name] for v in values):
-            raise UserError(
-                f"{path}: {policy} needs {name}, integers from 1 to {sizes[name]}; give it low and high, or choices"
-            )
+        if not values or not all(isinstance(value, int) and 1 <= value <= sizes.get(name, 0) for value in values):
+            ranges = " and ".join(f"{size} from 1 to {largest}" for size, largest in sizes.items())
+            raise UserError(f"{path}: {policy} needs integers: {ranges}; give each low and high, or choices")
 
 
 def _largest(dimensions: dict[str, Dimension]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from tests.tiny_models import Pair
 SPACE = """
 schema: autotune.search-space/1
 name: small
-visual_keep: {choices: [1.0, 0.5]}
+visual_keep: [1.0, 0.5]
 trees:
   chain: {depth: {low: 1, high: 3}}
   sage: {d_max: {low: 3, high: 6}, w_max: {low: 2, high: 8}, upper: {low: 3.0, high: 5.0}}

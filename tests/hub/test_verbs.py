@@ -33,7 +33,7 @@ QUESTIONS = (
 SPACE = """
 schema: autotune.search-space/1
 name: small
-visual_keep: {choices: [1.0]}
+visual_keep: [1.0]
 trees:
   chain: {depth: {low: 1, high: 3}}
 """

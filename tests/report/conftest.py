@@ -101,7 +101,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeStudy]:
     screened = _screened()
     ledger.work("subnets", {str(number): (lambda o=one: record_of([o])) for number, one in enumerate(screened)})
     evaluator = Evaluator(traces, table, jobs=1)
-    space = SearchSpace.model_validate({"name": "by hand", "visual_keep": {"choices": list(KEEPS)}, "trees": TREES})
+    space = SearchSpace.model_validate({"name": "by hand", "visual_keep": list(KEEPS), "trees": TREES})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(thresholds, "NUM_SWEPT", 64)
         patch.setattr(thresholds, "SWEEP_SIZE", 32)

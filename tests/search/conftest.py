@@ -28,7 +28,7 @@ from tests.tiny_models import Pair
 __all__ = ["evaluate"]
 SPACE = {
     "name": "x",
-    "visual_keep": {"choices": [1.0, 0.5]},
+    "visual_keep": [1.0, 0.5],
     "trees": {"chain": {"depth": {"low": 1, "high": 4}}, "eagle2": {"k": {"choices": [2]}, "depth": {"choices": [3]}}},
 }
 PLAN = Plan(

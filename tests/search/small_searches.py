@@ -46,7 +46,7 @@ def variant(keep: float) -> tuple[str, Subnet]:
 
 
 def space(trees: dict[str, Any]) -> SearchSpace:
-    return SearchSpace.model_validate({"name": "x", "visual_keep": {"choices": list(KEEPS)}, "trees": trees})
+    return SearchSpace.model_validate({"name": "x", "visual_keep": list(KEEPS), "trees": trees})
 
 
 def stage(found: Evaluator, trees: dict[str, Any], storage: Path | str, **options: Any) -> TreeSearchResult:

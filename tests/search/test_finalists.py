@@ -18,7 +18,6 @@ from autotune.evaluation.arms import Arm
 from autotune.evaluation.race import Fastest, Race, TimeLimit
 from autotune.evaluation.runner import ArmRunner
 from autotune.search import finalists as stage
-from autotune.search import held_out
 from autotune.search.evidence import Evaluation
 from autotune.search.finalists import (
     Entrants,
@@ -34,6 +33,7 @@ from autotune.search.held_out import evaluate_held_out
 from autotune.search.profile import measured_profile, predicted_profile
 from autotune.search.thresholds import KEPT_PROMPTS
 from autotune.search.tuning import StageClock
+from autotune.study.document import finalists_table
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload
 from tests.evaluation.sample_runs import run
@@ -118,9 +118,9 @@ def test_published_defaults_run_beside_the_finalists(searched: Searched) -> None
     found = measured(searched, GivenRaces(searched, by_name(8.0, ar=10.0, sage=7.0, chain=7.0, finalist=5.0)))
     assert [default.name for default in found.defaults] == list(COMPARED_DEFAULTS)
     assert sorted(found.best_defaults) == ["chain", "sage"]
-    (table,) = found.tables()
+    table = finalists_table(found.defaults)
     (row,) = (row for row in table.rows if row[0] == "eagle2")
-    assert row[2].startswith("1.25x") and row[3].endswith("eliminated")
+    assert row[2].startswith("1.25x") and row[4].endswith("eliminated")
 
 
 NOISY, NOISY_TOO = [4.0, 6.0, 5.0, 5.2], [6.0, 4.0, 5.3, 5.0]
@@ -241,28 +241,16 @@ def test_the_best_default_is_decided_on_held_out_prompts(searched: Searched) -> 
     assert evidence.best_default == "chain"
 
 
-@pytest.mark.parametrize(("sage_ms", "best"), [(5.0, "chain"), (3.0, "sage")])
-def test_a_default_that_was_tuned_to_is_not_decoded_twice(searched: Searched, sage_ms: float, best: str) -> None:
+def test_a_default_that_was_tuned_to_is_not_decoded_twice(searched: Searched) -> None:
     """It has the runs of the winner, and is the best default where no other one is faster."""
     defaults = published_defaults(searched.tuning.pool)
-    races = GivenRaces(searched, by_name(8.0, ar=10.0, tuned=4.0, sage=sage_ms))
-    found = measured(searched, races)
-    winner = found.winner.model_copy(update={"configuration": defaults["chain"]})
-    found = replace(found, winner=winner, best_defaults={name: defaults[name] for name in ("chain", "sage")})
-    evaluation = evaluate_held_out(searched.tuning, PLAN, found, races)
+    races = GivenRaces(searched, by_name(8.0, ar=10.0, tuned=4.0, sage=5.0))
+    finalists = measured(searched, races)
+    winner = finalists.winner.model_copy(update={"configuration": defaults["chain"]})
+    finalists = replace(finalists, winner=winner, best_defaults={name: defaults[name] for name in ("chain", "sage")})
+    evaluation = evaluate_held_out(searched.tuning, PLAN, finalists, races)
     assert list(evaluation.runs) == [AR, HF, "chain", "sage", TUNED]
-    assert evaluation.runs["chain"] == evaluation.runs[TUNED] and evaluation.best_default == best
-
-
-def test_defaults_that_replay_has_beaten_are_not_decoded_again(
-    searched: Searched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Beaten in nine of ten draws. The best one of the tuning prompts runs in any case."""
-    found = measured(searched, GivenRaces(searched, by_name(8.0, ar=10.0, finalist=5.0)))
-    ordered = {name: COMPARED_DEFAULTS[name] for name in ("sage", "eagle2", "chain")}
-    beaten = [ordered[name].key for name in ("sage", "chain")]
-    monkeypatch.setattr(held_out, "_is_slower", lambda one, than, evaluator: one.key in beaten)
-    assert list(held_out.rivals(replace(found, best_defaults=ordered))) == ["sage", "eagle2"]
+    assert evaluation.runs["chain"] == evaluation.runs[TUNED] and evaluation.best_default == "chain"
 
 
 def test_gains_are_told_by_task() -> None:

@@ -27,7 +27,7 @@ from tests.tiny_models import Pair
 SPACE = """
 schema: autotune.search-space/1
 name: small
-visual_keep: {choices: [1.0]}
+visual_keep: [1.0]
 trees: {chain: {depth: {low: 1, high: 2}}}
 """
 LINES = [{"prompt": f"Count to {number}.", "max_new_tokens": 6, "split": "tune"} for number in range(3)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import time
 from collections.abc import Callable
@@ -16,12 +17,9 @@ import torch
 from autotune.cost.table import CostTable
 from autotune.documents.search_space import SearchSpace
 from autotune.documents.subnet import Subnet
-from autotune.errors import UserError
 from autotune.measuring.tables import priced_variants
 from autotune.modeling.target import Target
-from autotune.recording.chain_recorder import chain_traces
-from autotune.recording.recorder import Recorder
-from autotune.recording.traces import record_in_worker, record_trace, record_traces
+from autotune.recording.traces import record_in_worker, record_traces
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.model_pool import ModelPool, variants_of
 from autotune.runtime.model_pool import _run_task as run_worker
@@ -40,7 +38,7 @@ GRID = {
     "name": "grid",
     "heads": [1.0, 0.25],
     "injection_layers": "all",
-    "visual_keep": {"choices": [1.0, 0.5]},
+    "visual_keep": [1.0, 0.5],
     "trees": {"chain": {"depth": {"low": 1, "high": 4}}},
 }
 
@@ -96,31 +94,18 @@ def test_screened_figures_equal_decoding(table: CostTable, tuned: Callable[..., 
 def test_screening_resumes_from_its_records(
     table: CostTable, tuned: Callable[..., Tuning], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After some groups, then all: nothing is recorded twice, and another table makes new records."""
+    """After some groups, then all: what is known is not recorded again, and another table makes new records."""
     tuning = tuned(GRID)
-    variants = tuning.variants
-    groups = screening._recorded_together(tuning.pool, variants)
+    variants, groups = tuning.variants, screening._recorded_together(tuning.pool, tuning.variants)
     assert sorted(map(len, groups)) == [1, 1] + [2] * ((len(variants) - 2) // 2)
-    recorded: list[Any] = []
-
-    def alone(recorder: Recorder, pool: ModelPool, variant: Any, prompts: Workload, bounds: Any) -> Any:
-        recorded.extend([variant] * (bounds == screening.BOUNDS))  # the cheap chains are not counted
-        return record_trace(recorder, pool, variant, prompts, bounds)
-
-    def together(recorder: Recorder, draft: Any, reference: Any, prompts: Any, subnets: Any, bounds: Any) -> Any:
-        recorded.extend((reference.id, subnet) for subnet in subnets)
-        return chain_traces(recorder, draft, reference, prompts, subnets, bounds)
-
-    monkeypatch.setattr(screening, "record_trace", alone)
-    monkeypatch.setattr(screening, "chain_traces", together)
     tuning.variants = [variant for group in groups[:3] for variant in group]
-    assert len(screen(tuning, table).subnets) == len(recorded) == len(tuning.variants)
+    assert len(screen(tuning, table).subnets) == len(tuning.variants)
     tuning.variants = variants
-    first = screen(tuning, table)
-    assert screen(tuning, table) == first and len(recorded) == len(set(recorded)) == len(variants)
-    dearer = table.model_copy(update={"verify": table.decode.model_copy(), "precision": "bfloat16"})
-    with pytest.raises(UserError):  # which prices one token at a time
-        screen(tuning, dearer)
+    whole = screen(tuning, table)
+    monkeypatch.setattr(screening.Units, "screen", lambda *_: pytest.fail("recorded twice"))
+    assert screen(tuning, table) == whole
+    with pytest.raises(pytest.fail.Exception, match="twice"):
+        screen(tuning, table.model_copy(update={"threads": 7}))
 
 
 def test_promising_subnets_are_screened_first(
@@ -129,8 +114,8 @@ def test_promising_subnets_are_screened_first(
     """A cheap chain of each draft, its whole subnet, a few shares of visual tokens, then the neighbours of the best;
     all of them in the end.
     """
-    by_block = {"heads": [1.0, 0.5, 0.25], "heads_by_block": True}
-    tuning = tuned({**GRID, **by_block, "visual_keep": {"choices": [1.0, 0.6, 0.5, 0.1]}})
+    heads = [[*shares] for shares in itertools.product((1.0, 0.5, 0.25), repeat=3)]
+    tuning = tuned({**GRID, "heads": heads, "visual_keep": [1.0, 0.6, 0.5, 0.1]})
     star, independent = tuning.pool.references
     order: list[tuple[str, list[Subnet]]] = []
 

@@ -1,4 +1,4 @@
-"""Tree search: needs no torch, is deterministic, resumes, and finds the best of exhaustive search."""
+"""Tree search: is deterministic, resumes, and finds the best of exhaustive search."""
 
 from __future__ import annotations
 
@@ -86,19 +86,8 @@ def test_only_the_fastest_over_the_first_prompts_are_replayed_over_all(
     monkeypatch.setattr(thresholds, "NUM_PROMOTED", 128)
     by_force = search(ten_prompts(), trees, tmp_path / "force", num_trials=1)
     monkeypatch.setattr(thresholds, "NUM_PROMOTED", 24)
-    found = ten_prompts()
-    replayed: list[list[int] | None] = []
-    inner = found.replay
-
-    def replay(one: Configuration, prompts: Any = None) -> Any:
-        replayed.append(prompts if prompts is None else [*prompts])
-        return inner(one, prompts)
-
-    monkeypatch.setattr(found, "replay", replay)
-    result = stage(found, trees, tmp_path / "race", num_trials=1)
+    result = stage(ten_prompts(), trees, tmp_path / "race", num_trials=1)
     assert result.num_replayed == 128 * len(KEEPS) + 1
-    assert replayed.count([0, 1, 5, 6]) == 128 * len(KEEPS), "two prompts of each task"
-    assert replayed.count(None) == len(KEEPS) * 24 + 1
     assert figures(result.fastest)[:5] == figures(by_force)[:5]
 
 
@@ -214,15 +203,6 @@ def test_no_unit_is_started_after_the_deadline(tmp_path: Path) -> None:
         search(evaluator(), LARGE, tmp_path / "l", deadline=time.monotonic() - 1)
 
 
-def test_progress_is_reported(tmp_path: Path) -> None:
-    said: list[tuple[int, int, str]] = []
-    search(evaluator(), LARGE, tmp_path / "l", num_trials=60, report=lambda *args: said.append(args))
-    sweeps = len(KEEPS) * 2  # one part of each policy
-    trials = [(0, 60), (50, 60), (60, 60)]
-    assert [(done, of) for done, of, _ in said] == [*((n, sweeps) for n in range(sweeps + 1)), *trials]
-    assert "best so far" in said[1][2]
-
-
 def test_finalists_are_distinct(tmp_path: Path) -> None:
     """One of each subnet and policy, at most two of a policy, and of more than two none that is slower than the first
     in nine of ten draws.
@@ -258,21 +238,3 @@ def test_the_fastest_of_every_draft_and_policy_are_confirmed() -> None:
     fastest = [candidate("chain", n) for n in range(200)] + [candidate("eagle2", n) for n in range(20)]
     chosen = confirmable(fastest)
     assert chosen == [*fastest[:NUM_CONFIRMED], *fastest[200 : 200 + NUM_CONFIRMED_OF_KIND]]
-
-
-WITHOUT_TORCH = """
-import sys
-from pathlib import Path
-from tests.search.small_searches import SMALL, evaluator, stage
-assert stage(evaluator(), SMALL, Path(sys.argv[1])).fastest
-loaded = {"torch", "transformers"} & set(sys.modules)
-assert not loaded, loaded
-"""
-
-
-def test_search_over_documents_loads_no_torch(tmp_path: Path) -> None:
-    """In a new process: this one has loaded torch."""
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path / "journal")], cwd=REPOSITORY, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr

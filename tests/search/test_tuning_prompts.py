@@ -38,20 +38,14 @@ def test_a_third_of_full_task_confirms_and_half_of_few_prompts(num_pairs: int, c
 def test_evaluators_of_both_parts_add_up_to_the_full_one() -> None:
     """Every prompt is in one of them, and confirming prompts keep their order."""
     full = Evaluator([random_trace(0, num_prompts=15)], cost_table())
-    prompts = TuningPrompts.of(workload(15), full)
+    prompts, few = TuningPrompts.of(workload(15), full), TuningPrompts.of(workload(4), full)
+    assert few.choosing is few.confirming is full and few.confirming_workload is few.workload
     flags = confirms(full.tasks)
     assert [p.name for p in prompts.confirming_workload.prompts] == [str(n) for n in np.flatnonzero(flags)]
     full_ms = full.replay(CHAIN).decode_ms
     np.testing.assert_array_equal(prompts.choosing.replay(CHAIN).decode_ms, full_ms[~flags])
     np.testing.assert_array_equal(prompts.confirming.replay(CHAIN).decode_ms, full_ms[flags])
     assert prompts.confirming.ar_ms.sum() + prompts.choosing.ar_ms.sum() == pytest.approx(full.ar_ms.sum())
-
-
-def test_few_prompts_are_not_split() -> None:
-    full = Evaluator([random_trace(0, num_prompts=4)], cost_table())
-    prompts = TuningPrompts.of(workload(4), full)
-    assert prompts.choosing is prompts.confirming is full
-    assert prompts.confirming_workload is prompts.workload
 
 
 def test_interval_without_errors_is_that_of_decoding() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autotune.documents.subnet import Subnet
-from autotune.drafters.checkpoint import load_draft, load_network
+from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.mtp import MtpNetwork
 from autotune.errors import UserError
@@ -110,27 +110,46 @@ def test_traces_propose_frequent_tokens(
     assert trace.header.subnet.vocabulary == SHARE and len(proposed) > 0 and (proposed % 2 == 1).all()
 
 
-def test_a_cost_table_prices_vocabularies_apart() -> None:
-    table = cost_table()
+@pytest.mark.parametrize(
+    ("subnet", "name"), [({"vocabulary": SHARE}, "vocabulary-0.5"), ({"weights": "float8"}, "weights-float8")]
+)
+def test_a_cost_table_prices_vocabularies_and_weights_apart(subnet: dict[str, Any], name: str) -> None:
+    table, other = cost_table(), Subnet(vocabulary=0.25, weights="float8")
     (whole, *_) = table.drafts
-    cut = whole.model_copy(update={"vocabulary": SHARE})
+    cut = whole.model_copy(update=subnet)
     both = table.model_copy(update={"drafts": [*table.drafts, cut]})
-    assert both.costs_of(whole.draft, Subnet(vocabulary=SHARE)) is cut
-    assert both.costs_of(whole.draft) is whole
-    assert cut.name == f"{whole.name} vocabulary-0.5"
-    with pytest.raises(UserError, match=r"and vocabulary=0\.25; it has: .*; measure that draft first"):
-        both.costs_of(whole.draft, Subnet(vocabulary=0.25))
+    assert both.costs_of(whole.draft, Subnet(**subnet)) is cut and both.costs_of(whole.draft) is whole
+    assert cut.name == f"{whole.name} {name}"
+    with pytest.raises(UserError, match=r"vocabulary=0\.25.* it has: .*; measure that draft first"):
+        both.costs_of(whole.draft, other)
 
 
-def test_drafts_without_frequencies_are_refused(pair: Pair, tmp_path: Path) -> None:
-    target = Target(pair.target)
-    with torch.inference_mode():
-        agreeing_draft("dream", target, injection_layer=4).network.save(tmp_path)  # type: ignore[operator]
-    assert load_network(tmp_path).token_frequencies is None
-    with pytest.raises(UserError, match=r"dream draft has no token frequencies.* got vocabulary 0\.5; leave it out"):
-        load_draft(str(tmp_path), target, Subnet(vocabulary=SHARE))
-    with pytest.raises(UserError, match="leave heads, injection_layer, operator, vocabulary and weights out"):
-        load_draft(str(pair.draft_folder), target, Subnet(vocabulary=SHARE))
+@pytest.mark.parametrize(
+    ("kind", "subnet", "message"),
+    [
+        ("dream", {"vocabulary": SHARE}, r"dream draft has no token frequencies.* got vocabulary 0\.5; leave it out"),
+        ("dream", {"operator": "pool"}, "only a specvlm draft compresses visual tokens; got operator pool for dream"),
+        (
+            "specvlm",
+            {"operator": "convolve", "operator_ratio": 5},
+            "only prune and pool have a ratio to choose; got 5 for convolve",
+        ),
+        *(
+            ("independent", subnet, "leave heads, injection_layer, operator, vocabulary and weights out")
+            for subnet in ({"vocabulary": SHARE}, {"operator": "pool"}, {"weights": "float8"})
+        ),
+    ],
+)
+def test_subnets_that_a_draft_does_not_have_are_refused(
+    pair: Pair, tmp_path: Path, kind: str, subnet: dict[str, Any], message: str
+) -> None:
+    target, folder = Target(pair.target), pair.draft_folder
+    if kind != "independent":
+        folder = tmp_path
+        with torch.inference_mode():
+            agreeing_draft(kind, target, injection_layer=4).network.save(folder)  # type: ignore[operator]
+    with pytest.raises(UserError, match=message):
+        load_draft(str(folder), target, Subnet(**subnet))
 
 
 def test_only_plain_heads_are_cut(pair: Pair, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

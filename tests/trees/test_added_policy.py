@@ -35,7 +35,7 @@ def test_the_policy_of_the_page_decodes_replays_and_is_searched(tmp_path: Path) 
     table.write_text(table.read_text().replace(first_line, added_import + first_line + added_entry))
     space = tmp_path / "space.yaml"
     trees = yaml.safe_load(code_block(PAGE, "yaml"))
-    known = {"schema": "autotune.search-space/1", "name": "beam", "visual_keep": {"choices": [1.0]}}
+    known = {"schema": "autotune.search-space/1", "name": "beam", "visual_keep": [1.0]}
     space.write_text(yaml.safe_dump(known | trees))
 
     environment = {
