@@ -53,11 +53,11 @@ stages:
 """
 
 
-def write_lines(path: Path, first: int, count: int) -> list[dict[str, str]]:
+def write_lines(path: Path, first: int, count: int, *left_out: str) -> list[dict[str, str]]:
     """Questions of all tasks in turn, with the first 240 characters of their answers."""
     examples = (make_example("held-out", task, first + index) for index in range(count) for task in TASKS)
     lines = [{"prompt": known.prompt, "answer": f" {known.answer[:240]}", "task": known.task} for known in examples]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text("".join(json.dumps({key: line[key] for key in line.keys() - left_out}) + "\n" for line in lines))
     return lines
 
 
@@ -100,7 +100,7 @@ def main(folder: Path, prompts: int, steps: int, output: Path) -> None:
         write_lines(folder / "examples.jsonl", TEXTS, HEAD_TEXTS)
         (head / "recipe.yaml").write_text(RECIPE)
         subprocess.run([sys.executable, "-m", "autotune", "train", str(head / "recipe.yaml")], check=True)
-    write_lines(folder / "workload.jsonl", TEXTS + HEAD_TEXTS, prompts // len(TASKS))
+    write_lines(folder / "workload.jsonl", TEXTS + HEAD_TEXTS, prompts // len(TASKS), "answer")
     workload = load_workload(str(folder / "workload.jsonl"), "evaluate", is_whole=True).cut(prompts, 64)
     arms = ModelPool(str(target), [str(head)], "cpu", dtype="float32").arms(None)
     monitor = ContentionMonitor("cpu")
