@@ -380,8 +380,9 @@ IN_ALL = [name for name in SETS if not name.startswith(("dimensions", "repeated"
 
 
 def derived(result: Result) -> Samples | None:
-    """The values that a result's samples give; None for those without samples."""
-    return SETS[result.name].derive(result.samples) if result.samples else None
+    """The values that a result's samples give; None for those without samples, or of another script."""
+    known = SETS.get(result.name)
+    return known.derive(result.samples) if known and result.samples else None
 
 
 def measure(name: str, added: tuple[str, ...], again: bool) -> None:
