@@ -16,9 +16,9 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table as Grid
 from rich.text import Text
 
-from autotune.documents.table import Table
-from autotune.documents.table import percent as percent
 from autotune.errors import masked
+from autotune.table import Table
+from autotune.table import percent as percent
 
 QUIET_S = 600  # longest time without a line where standard error is not a terminal
 COLUMNS = 80  # tables and answers are made for this width; a wider terminal shows more columns side by side

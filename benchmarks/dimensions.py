@@ -20,7 +20,6 @@ from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration
 from autotune.documents.decoding_profile import AR
-from autotune.documents.table import Table
 from autotune.evaluation.race import Everyone, race
 from autotune.evaluation.runtime_arms import arms_of_pool
 from autotune.evaluation.summary import summarize
@@ -33,6 +32,7 @@ from autotune.search.tree_search import search_trees
 from autotune.study.ledger import Ledger
 from autotune.study.spaces import bounds_of, load_space
 from autotune.study.storage import LEDGER, RUNS
+from autotune.table import Table
 from autotune.workloads.workload import load_workload
 
 # DREAM, section 4: top-4, depth 6, 32 tokens with the root.

@@ -17,11 +17,11 @@ import click
 import numpy as np
 
 from autotune.console import Console
-from autotune.documents.table import Table
 from autotune.evaluation.not_slower import Design, Floats
 from autotune.evaluation.race import Fastest, Judgement, Look
 from autotune.evaluation.summary import NUM_RESAMPLES
 from autotune.search.thresholds import HELD_OUT_PROMPTS, MAX_PASSES, RACE_SIZES, RISK
+from autotune.table import Table
 from benchmarks.check_power import SCENARIOS, simulate
 from benchmarks.evidence.result import stamped
 

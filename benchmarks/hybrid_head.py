@@ -27,7 +27,8 @@ from autotune.evaluation.race import Everyone, race
 from autotune.evaluation.summary import summarize
 from autotune.machine.contention_monitor import ContentionMonitor
 from autotune.modeling.loading import BUNDLED_TARGET, load_processor
-from autotune.search.model_pool import ModelPool
+from autotune.evaluation.runtime_arms import arms_of_pool
+from autotune.runtime.model_pool import ModelPool
 from autotune.workloads.workload import load_workload
 from benchmarks.evidence.result import RESULTS, stamped
 from drafts.digits.make.digits import make_example
@@ -102,7 +103,7 @@ def main(folder: Path, prompts: int, steps: int, output: Path) -> None:
         subprocess.run([sys.executable, "-m", "autotune", "train", str(head / "recipe.yaml")], check=True)
     write_lines(folder / "workload.jsonl", TEXTS + HEAD_TEXTS, prompts // len(TASKS), "answer")
     workload = load_workload(str(folder / "workload.jsonl"), "evaluate", is_whole=True).cut(prompts, 64)
-    arms = ModelPool(str(target), [str(head)], "cpu", dtype="float32").arms(None)
+    arms = arms_of_pool(ModelPool(str(target), [str(head)], "cpu", dtype="float32"), None)
     monitor = ContentionMonitor("cpu")
     chains = [arms.arm(f"chain {n}", Configuration(tree={"policy": "chain", "depth": n})) for n in DEPTHS]
     runs = race(arms.runner(), [arms.plain, *chains], workload.prompts, Everyone()).runs

@@ -28,7 +28,6 @@ from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, Tree
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.documents.subnet import Subnet
-from autotune.documents.table import Table
 from autotune.modeling.loading import BUNDLED_TARGET
 from autotune.modeling.target_defaults import default_workload
 from autotune.recording.traces import record_traces
@@ -36,6 +35,7 @@ from autotune.replay.evaluator import Evaluator
 from autotune.replay.trace import ForestBounds
 from autotune.runtime.model_pool import ModelPool
 from autotune.search.prices import table_for_gpu
+from autotune.table import Table
 from autotune.trees.base import bounds_for
 from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import load_workload

@@ -29,7 +29,6 @@ from autotune.console import Console
 from autotune.documents.decoding_profile import AR, HF, TUNED
 from autotune.documents.published_defaults import HF_ASSISTED
 from autotune.documents.speculation import OPTIONS, Speculation
-from autotune.documents.table import Table
 from autotune.engines.engine_server import EngineServer
 from autotune.engines.served import Served
 from autotune.evaluation.arms import Arm
@@ -42,6 +41,7 @@ from autotune.modeling.host import limited_threads
 from autotune.modeling.vision_timing import timed_forwards, vision_parts
 from autotune.runtime.load import load
 from autotune.runtime.stats import DecodingStats
+from autotune.table import Table
 from autotune.workloads.prompt import Prompt
 from autotune.workloads.workload import load_workload
 from benchmarks.engine_counts import ENGINES

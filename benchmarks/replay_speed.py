@@ -24,7 +24,6 @@ from autotune.cost.request_costs import Overhead, PrefillCost
 from autotune.cost.table import DensePrices
 from autotune.documents.configuration import Configuration
 from autotune.documents.subnet import Subnet
-from autotune.documents.table import Table
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET
 from autotune.recording.traces import record_traces
 from autotune.replay.prices import TreePricing
@@ -33,6 +32,7 @@ from autotune.replay.sequoia import rank_acceptance, sequoia_trees
 from autotune.replay.trace import Trace, bounds_for
 from autotune.runtime.model_pool import ModelPool
 from autotune.study.spaces import load_space
+from autotune.table import Table
 from autotune.trees.policy import POLICIES, Policy, parse_policy
 from autotune.workloads.workload import Workload, load_workload
 

@@ -8,8 +8,8 @@ from contextlib import redirect_stderr
 import pytest
 
 from autotune.console import GAP, Console
-from autotune.documents.table import Table
 from autotune.errors import masked
+from autotune.table import Table
 
 WIDTHS = (80, 100, 140)
 show = Console.show

@@ -14,7 +14,7 @@ import pytest
 
 from autotune import console as console_module
 from autotune.console import COLUMNS, Console, bands
-from autotune.documents.table import Table
+from autotune.table import Table
 from tests.tables import WIDTHS, check_table, printed
 
 NAMES = ["plain", "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3", "finalist 12"]
@@ -61,7 +61,7 @@ def on_terminal(code: str, columns: int) -> str:
 
 PROGRAM = """
 from autotune.console import Console
-from autotune.documents.table import Table
+from autotune.table import Table
 console = Console()
 columns = ["arm", "measured", "same output"]
 console.show(Table("A table", columns, [["finalist 12", "1.57x (1.46-1.68)", "16/16"]]))

@@ -12,11 +12,10 @@ from tests.imports import MODULES, heavy_import, imported_names, own_imports
 # From the bottom to the top, one row for a floor. A module may import modules of its own entry and of lower rows, at
 # module level and inside functions alike.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "strict_parsing"),
-    ("files",),
+    ("errors", "strict_parsing", "table"),
+    ("files", "console"),
     ("trees",),
     ("documents",),
-    ("console",),
     ("machine", "workloads", "cost"),
     ("replay", "modeling"),
     ("drafters", "study"),

@@ -7,7 +7,7 @@ import numpy as np
 from autotune.cost.roofline import device_bound_ms, find_limits
 from autotune.cost.surface import Surface
 from autotune.cost.table import CostTable, ModelShape
-from autotune.documents.table import Table, percent
+from autotune.table import Table, percent
 
 SIZES = (1, 4, 16, 64)
 """Tokens of the forward passes that are shown."""

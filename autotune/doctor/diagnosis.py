@@ -13,9 +13,9 @@ from autotune.documents.contention import Contention
 from autotune.documents.execution import EAGER
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance
-from autotune.documents.table import Table, number
 from autotune.files import Document
 from autotune.machine.device import gib
+from autotune.table import Table, number
 
 SLOW_SHARE = 0.5  # of the bandwidth, below which something else than memory bounds a plain step
 CONSEQUENCES = {

@@ -11,8 +11,8 @@ from autotune.documents.deployment import RUNTIME, BackendResult, Deployment, En
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance, beside
 from autotune.documents.subnet import Subnet
-from autotune.documents.table import Table, number, times, with_interval
 from autotune.files import Document, content_key
+from autotune.table import Table, number, times, with_interval
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import Policy
 from autotune.trees.verification import LosslessVerification, Verification

@@ -11,8 +11,8 @@ from pydantic import Field
 
 from autotune.documents.provenance import ModelReference
 from autotune.documents.speculation import Milliseconds, Speculation
-from autotune.documents.table import Table, number, percent, times, with_interval
 from autotune.files import Document
+from autotune.table import Table, number, percent, times, with_interval
 
 RUNTIME = "runtime"
 """Name of the backend that decodes in this program."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import AR, ARM_NOTES, TUNED
-from autotune.documents.table import Table, number, percent, times, with_interval
 from autotune.evaluation.summary import Summary, decoded_pairs, speedup
+from autotune.table import Table, number, percent, times, with_interval
 from autotune.workloads.prompt import WorkloadPrompt
 
 ARM_COLUMNS: dict[str, Callable[[Summary], str]] = {

@@ -12,12 +12,12 @@ from typing import Any
 
 from autotune.console import Console
 from autotune.documents.configuration import DraftVariant
-from autotune.documents.table import Table, percent
 from autotune.recording.answers import ANSWERS_AT_ONCE
 from autotune.recording.recorder import Recorder, Report
 from autotune.replay.degenerate_answers import degenerate_answers
 from autotune.replay.trace import ForestBounds, Trace, save_trace
 from autotune.runtime.model_pool import ModelPool
+from autotune.table import Table, percent
 from autotune.workloads.workload import Workload
 
 PROMPTS_AT_ONCE = 2  # between two looks at the clock

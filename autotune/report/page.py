@@ -15,7 +15,6 @@ from autotune.cost.roofline import find_limits
 from autotune.cost.table import CostTable
 from autotune.documents.answer import answer_of
 from autotune.documents.provenance import stamp
-from autotune.documents.table import Table
 from autotune.files import write_bytes
 from autotune.report.examples import DecodedExample, TokenTexts, decoded_example, find_prompts, visible
 from autotune.report.sources import Sources, find_sources
@@ -28,6 +27,7 @@ from autotune.report.tables import (
     subnet_tables,
 )
 from autotune.study.outputs import require_replaceable
+from autotune.table import Table
 
 FEW_PROMPTS = 8  # a bootstrap interval from fewer prompts says little about others
 

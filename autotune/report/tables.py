@@ -9,13 +9,13 @@ from autotune.documents.configuration import configuration_of
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.documents.subnet import Subnet
-from autotune.documents.table import Table, number, percent, times
 from autotune.errors import reading
 from autotune.replay.evaluator import Candidate
 from autotune.replay.reference_replay import count_acceptance
 from autotune.report.sources import Sources
 from autotune.study.records import ScreenedSubnet
 from autotune.study.storage import RUNS
+from autotune.table import Table, number, percent, times
 from autotune.trees.acceptance_counts import AcceptanceCounts
 
 DIMENSIONS = ("visual tokens", "heads", "injection layer", "draft")
@@ -112,7 +112,7 @@ def cumulative_ablation(sources: Sources) -> dict[str, ScreenedSubnet]:
 
 
 def ablation_table(sources: Sources) -> Table:
-    """What each dimension of a subnet adds; without rows where none was searched."""
+    """The gain of each dimension of a subnet; without rows where none was searched."""
     steps = cumulative_ablation(sources)
     rows = [[label, f"{s.draft} {s.subnet.label}".strip(), times(s.speedup)] for label, s in steps.items()]
     title = "The best chain, as the dimensions of the subnet are freed one by one"

@@ -17,7 +17,6 @@ from autotune.documents.decoding_profile import AR, DecodingProfile, Evidence, O
 from autotune.documents.deployment import EngineEvidence, PredictedSettings
 from autotune.documents.provenance import stamp
 from autotune.documents.speculation import Speculation
-from autotune.documents.table import Table, times
 from autotune.engines.backend import Backend, Prices
 from autotune.errors import UserError
 from autotune.evaluation.arms import Arm
@@ -31,6 +30,7 @@ from autotune.search.backends import named_arm
 from autotune.search.evidence import Evaluation, print_evaluation
 from autotune.study.search_settings import SearchSettings
 from autotune.study.storage import RUNS
+from autotune.table import Table, times
 from autotune.workloads.workload import Workload, WorkloadSplit
 
 SHOWN = 3  # fastest configurations on the console
@@ -100,7 +100,7 @@ def tune_engine(
         finalists = finalists_of(ranked)
         raced = races.race("finalists, measured", finalists, tune, FINALISTS, ends["finalists"])
         as_predicted = counts_as_predicted(finalists, raced)
-        console.show(finalists_table(finalists, raced, as_predicted))
+        console.show(engine_finalists_table(finalists, raced, as_predicted))
         arms = {name: finalists[name] for name in dict.fromkeys([next(iter(finalists)), raced.remaining[0]])}
         evaluation, chosen = evaluate(races, arms, held_out, begun + budget_s)
         configurations = [None, *(arms[name].configuration for name in reversed(arms))]
@@ -181,7 +181,7 @@ def counts_as_predicted(finalists: Mapping[str, RankedConfiguration], raced: Rac
     return counts
 
 
-def finalists_table(
+def engine_finalists_table(
     finalists: Mapping[str, RankedConfiguration], raced: Race, as_predicted: Mapping[str, tuple[int, int]]
 ) -> Table:
     """Predictions of the finalists beside their runs."""

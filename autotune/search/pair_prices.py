@@ -11,12 +11,12 @@ from autotune.cost.roofline import find_limits
 from autotune.cost.table import CostTable, DraftCosts
 from autotune.documents.execution import EAGER
 from autotune.documents.search_space import subnets_of_drafts
-from autotune.documents.table import Table, times
 from autotune.errors import UserError
 from autotune.measuring.tables import priced_variants, show_table
 from autotune.runtime.model_pool import load_pool, variants_of
 from autotune.search.prices import table_for_gpu
 from autotune.study.search_settings import SearchSettings
+from autotune.table import Table, times
 
 # Drafted tokens and levels of the trees in the tables: chains, and trees with levels of equal width.
 SHAPES = ((1, 1), (3, 3), (5, 5), (8, 8), (16, 4), (32, 6), (64, 8))

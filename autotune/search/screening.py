@@ -21,7 +21,6 @@ from pathlib import Path
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, DraftVariant, variants_json
 from autotune.documents.subnet import Subnet
-from autotune.documents.table import Table, times
 from autotune.files import content_key
 from autotune.recording.chain_recorder import chain_traces
 from autotune.recording.traces import record_trace, recorder_of
@@ -41,6 +40,7 @@ from autotune.search.thresholds import (
 from autotune.search.tuning import Tuning
 from autotune.study.ledger import Ledger, Record, Report
 from autotune.study.records import ScreenedSubnet, record_of, screened_in
+from autotune.table import Table, times
 from autotune.trees.chain import ChainPolicy
 from autotune.workloads.workload import Workload
 

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from autotune.serve.address import is_local
 from autotune.serve.requests import ApiError, ChatRequest, CompletionRequest, parse_request
-from autotune.serve.service import READY, DecoderService, Job, Piece
+from autotune.serve.service import READY, AnswerJob, DecoderService, Piece
 
 MAX_BODY = 32 << 20  # bytes
 BODY_S = 30.0  # longest time until the body is there
@@ -37,7 +37,7 @@ class Reply:
         kind += ".chunk" if self._is_chat and asked.stream else ""
         self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
 
-    async def whole(self, first: Piece, job: Job) -> dict[str, Any]:
+    async def whole(self, first: Piece, job: AnswerJob) -> dict[str, Any]:
         pieces = [first]
         while pieces[-1].reason is None:
             pieces.append(await job.next())
@@ -46,7 +46,7 @@ class Reply:
         usage = _usage(first.num_prompt_tokens, len(tokens))
         return self._object(message if self._is_chat else {"text": text}, tokens, pieces[-1].reason) | usage
 
-    async def events(self, first: Piece, job: Job) -> AsyncIterator[str]:
+    async def events(self, first: Piece, job: AnswerJob) -> AsyncIterator[str]:
         """Server-sent events; an error ends them."""
         options, item = self._asked.stream_options, first
         has_usage = options is not None and options.include_usage

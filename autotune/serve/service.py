@@ -44,7 +44,7 @@ class _NotWanted(Exception):
     """Ends the decoding of a request that was cancelled."""
 
 
-class Job:
+class AnswerJob:
     """An accepted request. It lives in the event loop; the decoder's thread calls ``send``, and ``put`` and ``end``,
     which generate expects of a streamer.
     """
@@ -113,7 +113,7 @@ class DecoderService(threading.Thread):
         self.model, self.max_waiting = settings.model_name or "model", settings.max_waiting
         self.max_model_len, self.created = settings.max_model_len or 1 << 62, int(time.time())
         self.registry = CollectorRegistry()
-        self.open: set[Job] = set()
+        self.open: set[AnswerJob] = set()
         """Requests that wait or are decoded. Changed in the event loop alone."""
         gauge = Gauge("autotune_open_requests", "Requests that wait or are decoded", registry=self.registry)
         gauge.set_function(lambda: len(self.open))
@@ -121,7 +121,7 @@ class DecoderService(threading.Thread):
         """Why the decoder could not be loaded."""
         self.progressed = 0.0  # when a request began, or its last round ended
         self.decoder: Decoder
-        self._load, self._jobs = load, queue.SimpleQueue[Job | None]()
+        self._load, self._jobs = load, queue.SimpleQueue[AnswerJob | None]()
         self._expected: list[int] | None = None  # tokens of the self-test, once it is loaded
         self._is_broken, self._deadline = False, float("inf")
 
@@ -143,14 +143,14 @@ class DecoderService(threading.Thread):
     def is_drained(self) -> bool:
         return time.monotonic() >= self._deadline or (self.status == DRAINING and not self.open)
 
-    def accept(self) -> Job:
+    def accept(self) -> AnswerJob:
         """A place among the requests, before the body is read; an ``ApiError`` if there is none."""
         self.require_ready()
         if len(self.open) > self.max_waiting:
             raise ApiError(429, f"{self.max_waiting} requests wait; try again later", code="queue_full", retry_s=1)
         if not self.open:
             self.progressed = time.monotonic()
-        job = Job(self)
+        job = AnswerJob(self)
         self.open.add(job)
         return job
 
@@ -163,7 +163,7 @@ class DecoderService(threading.Thread):
             message = f"no model {name!r:.60}; this server has {self.model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def submit(self, job: Job, asked: CompletionRequest | ChatRequest) -> None:
+    def submit(self, job: AnswerJob, asked: CompletionRequest | ChatRequest) -> None:
         """Let a request wait for its turn."""
         self.require_model(asked.model)
         if asked.num_characters > CHARACTERS_A_TOKEN * self.max_model_len:
@@ -193,7 +193,7 @@ class DecoderService(threading.Thread):
             if (asked := job.asked) is not None:
                 self._answer(job, asked)
 
-    def _answer(self, job: Job, asked: CompletionRequest | ChatRequest) -> None:
+    def _answer(self, job: AnswerJob, asked: CompletionRequest | ChatRequest) -> None:
         try:
             job.send(self._decode(job, asked))
         except _NotWanted:
@@ -209,7 +209,7 @@ class DecoderService(threading.Thread):
                 self._is_broken = self._self_test() != self._expected
             job.send(ApiError(500, f"the decoder failed ({type(error).__name__}); the server's log says more"))
 
-    def _decode(self, job: Job, asked: CompletionRequest | ChatRequest) -> Piece:
+    def _decode(self, job: AnswerJob, asked: CompletionRequest | ChatRequest) -> Piece:
         decoder = self.decoder
         variables = {} if decoder.profile is None else decoder.profile.chat_template_kwargs
         inputs = asked.inputs(decoder.processor, decoder.target.device, variables)

@@ -18,9 +18,9 @@ from autotune.cost.table import ModelShape
 from autotune.documents.configuration import Configuration
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance
-from autotune.documents.table import Table, percent, times, with_interval
 from autotune.errors import UserError
 from autotune.files import WORKSPACE, Document
+from autotune.table import Table, percent, times, with_interval
 
 if TYPE_CHECKING:
     from autotune.documents.decoding_profile import DecodingProfile

@@ -9,11 +9,11 @@ import pytest
 from autotune.cost.latency_table import latency_table
 from autotune.documents.decoding_profile import AR, TUNED
 from autotune.documents.subnet import Subnet
-from autotune.documents.table import Table
 from autotune.replay.evaluator import Candidate
 from autotune.report.sources import Sources
 from autotune.report.tables import acceptance_tables, cumulative_ablation, decoding_table, pareto_front, subnet_tables
 from autotune.study.records import ScreenedSubnet
+from autotune.table import Table
 from tests.engine_profiles import LOAD, backend_result, engine_profile
 from tests.report.conftest import EVIL, SHAPE, MadeStudy
 from tests.sample_documents import DEVICE, cost_table, decoding_profile

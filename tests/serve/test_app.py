@@ -25,7 +25,7 @@ from autotune.runtime.decoder import Decoder
 from autotune.serve.address import listen
 from autotune.serve.answer_text import AnswerText
 from autotune.serve.server import ApiServer
-from autotune.serve.service import Job
+from autotune.serve.service import AnswerJob
 from autotune.serve.settings import ServeSettings
 from tests.sample_documents import decoding_profile
 from tests.serve.servers import (
@@ -77,14 +77,14 @@ class Gate(threading.Event):
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate, put = Gate(), Job.put
+    gate, put = Gate(), AnswerJob.put
 
-    def wait(job: Job, value: torch.Tensor) -> None:
+    def wait(job: AnswerJob, value: torch.Tensor) -> None:
         put(job, value)
         gate.is_reached = True
         assert gate.wait(600)
 
-    monkeypatch.setattr(Job, "put", wait)
+    monkeypatch.setattr(AnswerJob, "put", wait)
     yield gate
     gate.set()
 
