@@ -28,7 +28,7 @@ COUNTS: dict[str, tuple[str, Callable[[DecodingStats], int]]] = {
     "draft_tokens": ("Draft tokens sent to verification", lambda stats: sum(stats.verified_nodes)),
     "accepted_tokens": ("Draft tokens accepted", lambda stats: sum(stats.accepted_lengths)),
 }
-"""What is counted of a request, by the name of its metric."""
+"""Counts of a request by the name of their metric."""
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _SECONDS_A_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 
