@@ -80,7 +80,7 @@ def measure(job: Job) -> None:
 def search(job: Job, found: list[dict[str, Any]], name: str, budget: str, *options: str) -> None:
     """A search; its profile and cost table are kept."""
     output = ["-o", str(documents(job) / f"{name}.json"), "--study", name]
-    autotune(job, found, "search", "--device", DEVICE, "--budget", "2s" if job.dry else budget, *options, *output)
+    autotune(job, found, "search", "--device", DEVICE, "--budget", "15s" if job.dry else budget, *options, *output)
     for table in Path(".autotune").glob(f"{name}*/*.cost.json"):
         shutil.copy(table, documents(job) / f"{name}.cost.json")
 
