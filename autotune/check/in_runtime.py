@@ -66,11 +66,11 @@ class CheckedRuntime(CheckedBackend):
     def sides(self, folder: Path) -> Iterator[tuple[Side, Side]]:
         settings, self.inputs = self.settings, folder
         head = Version("head", "the current version", settings.profile)
-        CHECKS.mkdir(parents=True, exist_ok=True)
         with base_of(str(settings.against), settings.profile, folder, with_code=True) as base:
             if base.code == PACKAGE:
                 head = Version("head", str(settings.profile), settings.profile)
             require_comparable(DecodingProfile.load(base.profile), self.profile, base.label)
+            CHECKS.mkdir(parents=True, exist_ok=True)
             yield self._side(base), self._side(head)
 
     def _side(self, version: Version) -> Side:

@@ -220,13 +220,11 @@ def estimate_table(
     capture_sizes: tuple[int, ...] = (),
     measured: Sequence[CostTable] = (),
 ) -> CostTable:
-    """Estimate the cost table of a target and its drafts from the datasheet of a device. Prefills are eager in every
-    mode.
+    """Estimate the cost table of a target and its drafts from the datasheet of a device. Prefills are always eager.
 
     Args:
         name: the device, which ``find_limits`` knows.
         drafts: each with a subnet and the shape that it has with this subnet.
-        mode, capture_sizes: as in ``CostTable``.
         measured: tables to scale the limits to; only measured ones of this device, precision and mode are used.
     """
     datasheet = find_limits(name)

@@ -320,6 +320,11 @@ class DensePrices:
     crossing_share: float = 0.0
     """As in ``ModelShape``, of the draft."""
 
+    @property
+    def of_steps(self) -> tuple[Floats, Floats, Floats, Floats, int]:
+        """The prices of forward passes, as the compiled replay takes them."""
+        return self.decode_ms, self.draft_first_ms, self.draft_level_ms, self.verify_ms, self.kv_step
+
 
 def shipped_tables() -> dict[str, list[Path]]:
     """Shipped cost tables, ``profiles/<device>/*.cost.json``, by device name."""

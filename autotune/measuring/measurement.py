@@ -5,13 +5,14 @@ real decoding for the overhead outside the models.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from autotune.cost.request_costs import Overhead, PrefillCost, fit_costs
+from autotune.cost.surface import Surface
 from autotune.cost.table import CostTable, DraftCosts
 from autotune.documents.execution import STEPS_VERSION
 from autotune.documents.provenance import ModelReference, stamp
@@ -67,70 +68,33 @@ def measure_costs(
 ) -> CostTable:
     """Measure a target and its drafts on their device, with prompts of a workload for prefills and overhead.
 
-    ``settings.time_limit_s`` covers everything. Slow models get fewer repetitions, sizes and prompts; where even the
-    least exceeds the limit, ``say`` is called with a line about it.
+    ``settings.time_limit_s`` covers everything, by ``clock``. Slow models get fewer repetitions, sizes and prompts.
 
     Args:
         log: file that keeps the timed steps, so that an interrupted measurement continues; None keeps nothing.
-        clock: seconds, with which the time limit is compared.
     """
     if not drafts:
         raise UserError("a cost table needs a draft; name one with --draft")
     started, limit_s = clock(), settings.time_limit_s
-    every_row = target.text.quantization is not None or target.device.type == "cpu"
-    settings = replace(settings, every_row=every_row)
+    settings = replace(settings, every_row=target.text.quantization is not None or target.device.type == "cpu")
     monitor = ContentionMonitor(str(target.device))
-    loaded = [draft for draft, _ in drafts]
-    first = workload.prompts[0]
-    token_sampler = Decoder(target).sampler(**first.inputs(processor, target.device), **first.settings.generation)
-    if target.device.type != "cpu" and (slow := token_sampler.one_by_one):
-        say(
-            f"{', '.join(slow)} of the target's generation config: the tokens of a round are decided one by one, and so priced"
-        )
-    benches = [StepBench(target, draft, settings, token_sampler) for draft in loaded]
+    benches = _benches(target, drafts, processor, workload, settings, say)
     threads = _choose_threads(benches, limit_s, log, clock)
 
     def plain_step() -> float:
         with limited_threads(threads), torch.inference_mode():
             return benches[0].decode_ms(settings.kv_lengths[0])
 
-    until = clock() + THREADS_SHARE * limit_s / 2
-    prefill_threads = choose_prefill_threads(target, processor, workload, until=until, clock=clock)
-    prefills = PrefillTimer(target, loaded, processor, workload, plain_step, prefill_threads)
-    prefills.run(PREFILL_SHARE * limit_s, clock=clock)
-    share_s = OVERHEAD_SHARE * limit_s / len({reference for _, reference in drafts})
-    runs: dict[ModelReference, OverheadRuns] = {}
-    for draft, reference in drafts:
-        if reference not in runs:  # the number of heads does not change it
-            runs[reference] = overhead_runs(
-                target, draft, processor, workload, plain_step, settings, threads=threads, limit_s=share_s, clock=clock
-            )
-    spent_s = clock() - started
-
-    def report_steps(share: float) -> None:
-        report(round(10 * (spent_s + share * max(0.0, limit_s - spent_s))), round(10 * max(limit_s, spent_s)))
-
-    networks: dict[ModelReference, int] = {}
-    subnets = [(networks.setdefault(reference, len(networks)), draft.subnet) for draft, reference in drafts]
-    sampler = Sampler(benches, settings, subnets=subnets, log=log, clock=clock)
-    with limited_threads(threads), torch.inference_mode():
-        sampler.run(started + limit_s, report_steps)
+    prefills, runs = _time_requests(target, drafts, processor, workload, plain_step, settings, threads, clock)
+    sampler = _time_steps(benches, drafts, settings, log, started=started, threads=threads, report=report, clock=clock)
     if (took_s := clock() - started) > (1 + ACCEPTED_EXCESS) * limit_s:
         say(
             f"the cost table took {took_s:.0f} s, more than its limit of {limit_s:.0f} s: the least, a "
             f"sample of a few sizes of every draft and {LEAST_PREFILLS} prefills, takes that long here"
         )
     observations, unit_ms = sampler.observations(), sampler.plain_ms
-    surfaces, ratios = sampler.surfaces(observations), observations.verify_ratios
+    surfaces = sampler.surfaces(observations)
     (prefill,) = fit_costs(PrefillCost, [_in_ms(prefills.target_samples, unit_ms)])
-    fitted = fit_costs(Overhead, [_in_ms(of_draft, unit_ms) for of_draft in runs.values()])
-    overheads = dict(zip(runs, fitted, strict=True))
-    draft_prefills = [_in_ms(samples, unit_ms) for samples in prefills.draft_samples]
-    prefill_costs: dict[int, PrefillCost] = {}
-    for network in networks.values():
-        numbers = [number for number, (own, _) in enumerate(subnets) if own == network]
-        costs = fit_costs(PrefillCost, [draft_prefills[number] for number in numbers])
-        prefill_costs |= dict(zip(numbers, costs, strict=True))
     return CostTable(
         provenance=stamp(monitor.contention()),
         device=fingerprint(str(target.device)),
@@ -140,32 +104,122 @@ def measure_costs(
         capture_sizes=settings.capture_sizes,
         attention_backends=choose_attention(target.device),
         threads=threads,
-        prefill_threads=prefill_threads,
+        prefill_threads=prefills.threads,
         disturbed_samples=sampler.disturbed_samples,
         target=target_reference,
         target_shape=target.shape,
         decode=surfaces[DECODE],
         verify=surfaces[VERIFY],
         prefill=prefill,
-        drafts=[
-            DraftCosts(
-                draft=reference,
-                heads=draft.subnet.heads,
-                vocabulary=draft.subnet.vocabulary,
-                weights=draft.subnet.weights,
-                num_parameters=draft.num_parameters,
-                kv_bytes_per_token=draft.kv_bytes_per_token,
-                shape=draft.shape,
-                draft_first=surfaces[f"{DRAFT_FIRST} {number}"],
-                draft_level=surfaces[f"{DRAFT_LEVEL} {number}"],
-                prefill=prefill_costs[number],
-                overhead=overheads[reference],
-                verify_ratio=ratios.get(number, (1.0, 0.0))[0],
-                verify_error=ratios.get(number, (1.0, 0.0))[1],
-            )
-            for number, (draft, reference) in enumerate(drafts)
-        ],
+        drafts=_draft_costs(drafts, surfaces, observations.verify_ratios, prefills, runs, unit_ms),
     )
+
+
+def _benches(
+    target: Target,
+    drafts: Sequence[tuple[LoadedDraft, ModelReference]],
+    processor: Any,
+    workload: Workload,
+    settings: CostSettings,
+    say: Callable[[str], None],
+) -> list[StepBench]:
+    """The bench of every draft, which decides tokens as requests of the workload do."""
+    first = workload.prompts[0]
+    token_sampler = Decoder(target).sampler(**first.inputs(processor, target.device), **first.settings.generation)
+    if target.device.type != "cpu" and (slow := token_sampler.one_by_one):
+        say(
+            f"{', '.join(slow)} of the target's generation config: the tokens of a round are decided one by one, and so priced"
+        )
+    return [StepBench(target, draft, settings, token_sampler) for draft, _ in drafts]
+
+
+def _time_steps(
+    benches: Sequence[StepBench],
+    drafts: Sequence[tuple[LoadedDraft, ModelReference]],
+    settings: CostSettings,
+    log: JobLog | None,
+    *,
+    started: float,
+    threads: int | None,
+    report: Report,
+    clock: Callable[[], float],
+) -> Sampler:
+    """Time steps in what is left of the time limit since ``started``."""
+    spent_s, limit_s = clock() - started, settings.time_limit_s
+
+    def report_steps(share: float) -> None:
+        report(round(10 * (spent_s + share * max(0.0, limit_s - spent_s))), round(10 * max(limit_s, spent_s)))
+
+    networks: dict[ModelReference, int] = {}
+    subnets = [(networks.setdefault(reference, len(networks)), draft.subnet) for draft, reference in drafts]
+    sampler = Sampler(benches, settings, subnets=subnets, log=log, clock=clock)
+    with limited_threads(threads), torch.inference_mode():
+        sampler.run(started + limit_s, report_steps)
+    return sampler
+
+
+def _time_requests(
+    target: Target,
+    drafts: Sequence[tuple[LoadedDraft, ModelReference]],
+    processor: Any,
+    workload: Workload,
+    plain_step: Callable[[], float],
+    settings: CostSettings,
+    threads: int | None,
+    clock: Callable[[], float],
+) -> tuple[PrefillTimer, dict[ModelReference, OverheadRuns]]:
+    """Time prefills, and real decoding with every draft for its overhead, in their shares of the time limit."""
+    limit_s = settings.time_limit_s
+    until = clock() + THREADS_SHARE * limit_s / 2
+    prefill_threads = choose_prefill_threads(target, processor, workload, until=until, clock=clock)
+    loaded = [draft for draft, _ in drafts]
+    prefills = PrefillTimer(target, loaded, processor, workload, plain_step, prefill_threads)
+    prefills.run(PREFILL_SHARE * limit_s, clock=clock)
+    share_s = OVERHEAD_SHARE * limit_s / len({reference for _, reference in drafts})
+    runs: dict[ModelReference, OverheadRuns] = {}
+    for draft, reference in drafts:
+        if reference not in runs:  # the number of heads does not change it
+            runs[reference] = overhead_runs(
+                target, draft, processor, workload, plain_step, settings, threads=threads, limit_s=share_s, clock=clock
+            )
+    return prefills, runs
+
+
+def _draft_costs(
+    drafts: Sequence[tuple[LoadedDraft, ModelReference]],
+    surfaces: Mapping[str, Surface],
+    verify_ratios: Mapping[int, tuple[float, float]],
+    prefills: PrefillTimer,
+    runs: Mapping[ModelReference, OverheadRuns],
+    unit_ms: float,
+) -> list[DraftCosts]:
+    """The costs of every draft. Prefills of the subnets of a draft are fitted together, and their overhead is one."""
+    fitted = fit_costs(Overhead, [_in_ms(timed, unit_ms) for timed in runs.values()])
+    overheads = dict(zip(runs, fitted, strict=True))
+    draft_prefills = [_in_ms(samples, unit_ms) for samples in prefills.draft_samples]
+    prefill_costs: dict[int, PrefillCost] = {}
+    for network in runs:
+        numbers = [number for number, (_, reference) in enumerate(drafts) if reference == network]
+        costs = fit_costs(PrefillCost, [draft_prefills[number] for number in numbers])
+        prefill_costs |= dict(zip(numbers, costs, strict=True))
+    return [
+        DraftCosts(
+            draft=reference,
+            heads=draft.subnet.heads,
+            vocabulary=draft.subnet.vocabulary,
+            weights=draft.subnet.weights,
+            num_parameters=draft.num_parameters,
+            kv_bytes_per_token=draft.kv_bytes_per_token,
+            shape=draft.shape,
+            draft_first=surfaces[f"{DRAFT_FIRST} {number}"],
+            draft_level=surfaces[f"{DRAFT_LEVEL} {number}"],
+            prefill=prefill_costs[number],
+            overhead=overheads[reference],
+            verify_ratio=verify_ratios.get(number, (1.0, 0.0))[0],
+            verify_error=verify_ratios.get(number, (1.0, 0.0))[1],
+        )
+        for number, (draft, reference) in enumerate(drafts)
+    ]
 
 
 def _choose_threads(

@@ -133,25 +133,22 @@ def load_model(
     """Load a model for inference. GGUF weights are dequantized.
 
     Args:
-        device: ``meta`` for a model without weights, of which the sizes are asked for, with ``random_weights``.
-        dtype: None: the checkpoint's. GGUF files, whose weights have none of their own, are loaded in bfloat16 where
-            the device multiplies it natively.
+        device: ``meta`` for a model of sizes without weights, with ``random_weights``.
+        dtype: None: the checkpoint's; of GGUF files bfloat16 where the device multiplies it natively.
         random_weights: make the weights at random. Only the config is needed, and latency does not depend on weights.
-            On the device ``meta`` the model has sizes and no weights.
-        console: is told what was done to the weights of a GGUF file.
+        console: is told what was done to a GGUF file.
 
     Raises:
-        UserError: transformers cannot load it or read its packed weights, it does not fit on the device, it is
-            quantized and cannot run there, or it cannot run in ``dtype``.
+        UserError: transformers cannot load it, it does not fit on the device, or it cannot run there in ``dtype``.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GgufConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
     from autotune.modeling.attention import choose_attention
 
-    source, gguf = _pretrained(name, weights=not random_weights)
     logging.disable_progress_bar()
+    source, gguf = _pretrained(name, weights=not random_weights)
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     with load_errors(name, GGUF_ADVICE if gguf else FILES_ADVICE):
         if not gguf:
@@ -161,13 +158,7 @@ def load_model(
         _check_sizes(config, name=name)
         is_quantized = quantization_of(config) is not None
         if gguf:
-            from transformers import modeling_gguf_pytorch_utils as conversion
-
-            conversion.tqdm = lambda tensors, **_: tensors  # no setting of transformers hides this progress
-            # A config that is given is not parsed again, which takes seconds. Transformers would keep weights packed
-            # where it finds kernels for them.
-            dense = {"config": config, "quantization_config": GgufConfig(dequantize=True)}
-            options = {**gguf, **dense, "dtype": _gguf_dtype(name, gguf["gguf_file"], device, dtype, console)}
+            options = _dequantized(name, gguf, config, device, dtype, console)
         if random_weights and is_quantized and device != META:
             raise UserError(
                 f"{name}: weights of a quantized model cannot be made at random; give its checkpoint, or a config without "
@@ -185,22 +176,42 @@ def load_model(
             with torch.device(device):  # a processor takes minutes for billions of weights
                 model = factory.from_config(config, dtype=options.get("dtype", config.dtype)).to(device)
         else:
-            # Straight to the device: the host never holds all weights of a GPU, and some quantized models cannot be
-            # moved.
-            model, info = factory.from_pretrained(
-                source,
-                output_loading_info=True,
-                device_map={"": device},
-                ignore_mismatched_sizes=True,  # ``check_weights`` names them
-                trust_remote_code=False,
-                **options,
-            )
-            check_weights(model, info, name=name)
-            decompress(model)
+            model = _with_weights(factory, source, options, name=name, device=device)
     choose_attention(device)
     model.eval().requires_grad_(False)
     if device != META:
         _check_runs(model, dtype, name)
+    return model
+
+
+def _dequantized(
+    name: str, gguf: dict[str, str], config: Any, device: str, dtype: Dtype | None, console: Console | None
+) -> dict[str, Any]:
+    """Options with which transformers loads the weights of a GGUF file dequantized."""
+    from transformers import GgufConfig
+    from transformers import modeling_gguf_pytorch_utils as conversion
+
+    conversion.tqdm = lambda tensors, **_: tensors  # no setting of transformers hides this progress
+    # A config that is given is not parsed again, which takes seconds. Transformers would keep weights packed where it
+    # finds kernels for them.
+    dense = {"config": config, "quantization_config": GgufConfig(dequantize=True)}
+    return {**gguf, **dense, "dtype": _gguf_dtype(name, gguf["gguf_file"], device, dtype, console)}
+
+
+def _with_weights(factory: Any, source: str, options: dict[str, Any], *, name: str, device: str) -> Any:
+    """The model with the weights of its checkpoint. They go straight to the device: the host never holds all weights of
+    a GPU, and some quantized models cannot be moved.
+    """
+    model, info = factory.from_pretrained(
+        source,
+        output_loading_info=True,
+        device_map={"": device},
+        ignore_mismatched_sizes=True,  # ``check_weights`` names them
+        trust_remote_code=False,
+        **options,
+    )
+    check_weights(model, info, name=name)
+    decompress(model)
     return model
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -150,16 +150,34 @@ def record_chains(
         parts = (subnets[first : first + at_once] for first in range(0, len(subnets), at_once))
         recorded = (record_chains(target, draft, part, answer, outputs, depth=depth, sampler=sampler) for part in parts)
         return list(itertools.chain.from_iterable(recorded))
+    batch, first = _first_level(target, draft, subnets, answer, outputs, depth, sampler)
+    levels = [first]
+    while len(levels) < depth and (level := batch.next_level(levels[-1], len(levels))) is not None:
+        levels.append(level)
+    on_host = [_Level(*(array.cpu().numpy() for array in level)) for level in levels]
+    forests = [_forest(np.array(answer.tokens), on_host, row, depth) for row in range(len(subnets))]
+    num_prompt = len(outputs.prompts[0])
+    return [RecordedPrompt(forest, num_prompt, batch.num_kept, answer.num_visual_tokens) for forest in forests]
+
+
+def _first_level(
+    target: Target,
+    draft: Any,
+    subnets: Sequence[Subnet],
+    answer: Answer,
+    outputs: TargetFeatures,
+    depth: int,
+    sampler: TokenSampler | None,
+) -> tuple[_ChainBatch, _Level]:
+    """The first level: every token of the prompt and the answer, with the target's features."""
     network: StarNetwork = draft.network
-    device, batch = draft.device, len(subnets)
-    config = network.config
+    device, batch, heads, size = draft.device, len(subnets), network.config.num_heads, network.config.head_size
     (prompt,) = outputs.prompts
     layer = subnets[0].injection_layer or draft.aux_layers[0]
-    prompt_hidden = outputs.prompt_hidden[layer]
     tokens = torch.tensor(answer.tokens, device=device)
     num_prompt, num_roots = len(prompt), len(tokens) - 1
     embed = target.text.module.get_input_embeddings()
-    hidden = torch.cat([prompt_hidden[:-1], outputs.answer_hidden[layer]])  # of the token before each
+    hidden = torch.cat([outputs.prompt_hidden[layer][:-1], outputs.answer_hidden[layer]])  # of the token before each
     features = torch.cat([network.first_feature[None], network.target_features({layer: hidden})])
     stream = network.fuse(torch.cat([target.embeddings(prompt), embed(tokens[:-1])]), features)
     scores = answer.visual_scores.get(subnets[0].visual_ranking)
@@ -171,11 +189,7 @@ def record_chains(
     head_masks = [torch.stack(block)[:, None] for block in zip(*masks, strict=True)]  # [batch, 1, heads]
     shared = _shared_rows([subnet.head_shares for subnet in subnets], device)
     capacity = len(columns) + (depth - 1) * num_roots
-    caches = [
-        _GrownCache(features.new_empty(batch, config.num_heads, 2, capacity, config.head_size), rows.of_subnet)
-        for rows in shared
-    ]
-    # The first level: every token of the prompt and the answer, with the target's features.
+    caches = [_GrownCache(features.new_empty(batch, heads, 2, capacity, size), rows.of_subnet) for rows in shared]
     is_before = (columns <= positions[:, None])[None, None]
     crossing = Crossing(is_before, features=features[None], factors=network.factors(columns)[None])
     states = network(
@@ -189,39 +203,75 @@ def record_chains(
     roots = torch.arange(num_roots, device=device).expand(batch, -1)
     is_node = torch.ones_like(roots, dtype=torch.bool)
     best, logprobs = _best(draft, states, sampler, num_prompt + roots + 1)
-    levels = [_Level(roots, is_node, best, logprobs)]
-    # Every further level: the tokens whose chains equal the answer so far, with the draft's own features.
-    latest = states  # of the last node of every root's chain, [batch, roots, hidden]
-    evaluated = roots[:, :0]  # the root of every node after the first level, [batch, nodes]
-    for level in range(1, depth):
-        is_next = is_node & (best == tokens[(roots + level).clamp(max=num_roots)]) & (roots + level < num_roots)
+    chains = _ChainBatch(
+        draft=draft,
+        sampler=sampler,
+        embed=embed,
+        tokens=tokens,
+        columns=columns,
+        num_prompt=num_prompt,
+        num_kept=len(kept),
+        caches=caches,
+        head_masks=head_masks,
+        latest=states,
+        evaluated=roots[:, :0],
+    )
+    return chains, _Level(roots, is_node, best, logprobs)
+
+
+@dataclass
+class _ChainBatch:
+    """Chains of a batch of subnets, which grow level by level."""
+
+    draft: Any
+    sampler: TokenSampler | None
+    embed: Any
+    """The target's input embeddings."""
+    tokens: Tensor
+    """Tokens of the answer."""
+    columns: Tensor
+    """Positions of the prompt and of the roots."""
+    num_prompt: int
+    num_kept: int
+    """Tokens of the prompt that the draft reads."""
+    caches: list[_GrownCache]
+    head_masks: list[Tensor]
+    latest: Tensor
+    """States of the last node of every root's chain, [batch, roots, hidden]."""
+    evaluated: Tensor
+    """The root of every node after the first level, [batch, nodes]."""
+
+    def next_level(self, before: _Level, level: int) -> _Level | None:
+        """The nodes whose tokens equal the answer so far, with the draft's own features; None if there are none."""
+        network: StarNetwork = self.draft.network
+        num_roots = len(self.tokens) - 1
+        roots, is_node, best, _ = before
+        answered = self.tokens[(roots + level).clamp(max=num_roots)]
+        is_next = is_node & (best == answered) & (roots + level < num_roots)
         width = int(is_next.sum(1).max())
         if width == 0:
-            break
+            return None
         order = (~is_next).byte().argsort(dim=1, stable=True)[:, :width]  # other rows are padding
         roots, is_node = roots.gather(1, order), is_next.gather(1, order)
-        evaluated = torch.cat([evaluated, roots], 1)
-        wide = roots[..., None].expand(-1, -1, latest.shape[2])
-        own = network.own_features(latest.gather(1, wide))
+        self.evaluated = torch.cat([self.evaluated, roots], 1)
+        wide = roots[..., None].expand(-1, -1, self.latest.shape[2])
+        features = network.own_features(self.latest.gather(1, wide))
         offsets = (roots + level).clamp(max=num_roots - 1)
-        is_own_chain = evaluated[:, None] == roots[..., None]
-        own_mask, crossing_mask = (
-            torch.cat([columns[: length + num_roots] <= length + roots[..., None], is_own_chain], 2)[:, None]
-            for length in (len(kept), num_prompt)
+        is_same_chain = self.evaluated[:, None] == roots[..., None]
+        attended, crossing = (
+            torch.cat([self.columns[: length + num_roots] <= length + roots[..., None], is_same_chain], 2)[:, None]
+            for length in (self.num_kept, self.num_prompt)
         )
         states = network(
-            network.fuse(embed(tokens[offsets]), own),
-            own,
-            network.factors(num_prompt + offsets),
-            AttentionContext(own_mask, caches, crossing=Crossing(crossing_mask)),
-            head_masks=head_masks,
+            network.fuse(self.embed(self.tokens[offsets]), features),
+            features,
+            network.factors(self.num_prompt + offsets),
+            AttentionContext(attended, self.caches, crossing=Crossing(crossing)),
+            head_masks=self.head_masks,
         )
-        latest = latest.scatter(1, wide, states)
-        best, logprobs = _best(draft, states, sampler, num_prompt + offsets + 1)
-        levels.append(_Level(roots, is_node, best, logprobs))
-    on_host = [_Level(*(array.cpu().numpy() for array in of_level)) for of_level in levels]
-    forests = [_forest(np.array(answer.tokens), on_host, row, depth) for row in range(batch)]
-    return [RecordedPrompt(forest, num_prompt, len(kept), answer.num_visual_tokens) for forest in forests]
+        self.latest = self.latest.scatter(1, wide, states)
+        best, logprobs = _best(self.draft, states, self.sampler, self.num_prompt + offsets + 1)
+        return _Level(roots, is_node, best, logprobs)
 
 
 def _best(draft: Any, states: Tensor, sampler: TokenSampler | None, positions: Tensor) -> tuple[Tensor, Tensor]:

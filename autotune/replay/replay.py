@@ -109,11 +109,7 @@ def replay(
         trace.answer_start,
         trace.prompt_length,
         trace.draft_kv_length(prices.crossing_share),
-        prices.decode_ms,
-        prices.draft_first_ms,
-        prices.draft_level_ms,
-        prices.verify_ms,
-        prices.kv_step,
+        *prices.of_steps,
         bool(trace.header.aux_layers),  # such a draft reads accepted nodes again, with the target's features
         new_tree(policy.max_grown),
         new_workspace(policy.max_grown),

@@ -1,4 +1,4 @@
-"""What every stage of a search is given: models, prompts, space, ledger, clock, and the study's folder."""
+"""Everything that a stage of a search is given: models, prompts, space, ledger, clock, and the study's folder."""
 
 from __future__ import annotations
 
