@@ -57,7 +57,7 @@ MOST_STATEMENTS = {
         "training": 928,
         "trees": 1167,
         "workloads": 736,
-        "hub": 725,
+        "hub": 726,
         "serve": 486,
         "machine": 371,
         "engines": 1039,

@@ -18,7 +18,7 @@ from autotune.modeling import tree_model
 from autotune.modeling.loading import load_processor
 from autotune.modeling.prompt import token_rows
 from autotune.search import thresholds
-from autotune.serve.requests import ChatRequest
+from autotune.serve.requests import ChatRequest, parse_request
 from tests.hub.server import Hub
 from tests.sample_documents import write_image
 
@@ -136,6 +136,7 @@ def served(processor: Any, folder: Path) -> list[list[int]]:
         if picture.exists():
             url = "data:image/png;base64," + base64.b64encode(picture.read_bytes()).decode()
             content.insert(0, {"type": "image_url", "image_url": {"url": url}})
-        asked = ChatRequest.model_validate({"messages": [{"role": "user", "content": content}]})
+        body = json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
+        asked = parse_request(ChatRequest, body)
         rows.append(asked.inputs(processor, "cpu")["input_ids"][0].tolist())
     return rows
