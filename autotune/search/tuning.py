@@ -91,7 +91,7 @@ class Tuning:
     pool: ModelPool
     space: SearchSpace
     bounds: ForestBounds
-    """Of the forests that the trees of the space need."""
+    """Limits of the forests that the trees of the space need."""
     variants: list[DraftVariant]
     """All draft variants of the space."""
     tune: Workload

@@ -31,7 +31,7 @@ def read_jsonl(path: Path, kind_of: type[M]) -> list[tuple[int, M]]:
 def parse_rows(
     path: Path, rows: Sequence[Row], kind_of: type[M], convert: Callable[[M], P | None]
 ) -> list[tuple[int, P]]:
-    """What ``convert`` makes of rows of one kind; those of which it makes nothing are left out."""
+    """Convert rows of one kind, and leave those out of which ``convert`` makes nothing."""
     parsed = []
     for number, content in rows:
         try:
