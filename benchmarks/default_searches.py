@@ -46,7 +46,7 @@ CONDITIONS: dict[str, list[tuple[float, float, float]]] = {
     "burning": [(1.0, 1.0, ENDLESS_S)],
     "bursts": [(3.0, 10.0, TABLE_S)] * 3,
 }
-"""Of each process: seconds in which it burns a core, period, and seconds until it ends."""
+"""For each process: seconds in which it burns a core, period, and seconds until it ends."""
 
 
 @contextlib.contextmanager

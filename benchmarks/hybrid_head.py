@@ -41,7 +41,7 @@ SIZES = {
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
 }
-"""Of the target, of which every fourth layer has full attention, as in Qwen3.5."""
+"""Layers of the target, of which every fourth layer has full attention, as in Qwen3.5."""
 RECIPE = """\
 schema: autotune.recipe/1
 name: hybrid/mtp

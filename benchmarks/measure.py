@@ -46,7 +46,7 @@ STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 
 
 class Collected(NamedTuple):
-    """What the finished commands of a set have left."""
+    """Files that the finished commands of a set have left."""
 
     samples: Samples
     contention: Contention | None = None

@@ -267,7 +267,7 @@ def work(path: Path) -> None:
 
 
 def described(study: Path, most: int) -> dict[str, Any]:
-    """What workers need of a study, in a form that other checkouts read too."""
+    """Everything that workers need of a study, in a form that other checkouts read too."""
     from autotune.cost.joint_fit import choice_of  # noqa: F401  # this checkout has the joint fit
     from autotune.cost.table import CostTable
     from autotune.documents.published_defaults import COMPARED_DEFAULTS

@@ -54,7 +54,7 @@ def _figure(name: str, results: Results) -> str:
 
 
 def problems(text: str, results: Results, page: Path) -> list[str]:
-    """What is wrong on a page: content between markers that the results do not give, sentences of ``sentences.yaml``
+    """Faults of a page: content between markers that the results do not give, sentences of ``sentences.yaml``
     that are missing or have other numbers, and speedups that stand elsewhere. Code blocks may show any speedup.
     """
     found = []

@@ -42,7 +42,7 @@ class Result(Document, kind="benchmark-result", made_by="python -m benchmarks.me
     minutes: float | None = None
     contention: Contention | None = None
     note: str = ""
-    """What a reader must know to judge the values: other processes, budgets, cuts."""
+    """Facts that a reader must know to judge the values: other processes, budgets, cuts."""
     samples: dict[str, Rows] = Field(default_factory=dict)
     """Tables of raw samples, by name."""
     values: dict[str, Rows]

@@ -154,7 +154,7 @@ def spread(results: Results) -> str:
 
 
 def condition(result: Result) -> str:
-    """What else the machine did."""
+    """The work of other processes."""
     others = result.contention.other_cores if result.contention else None
     if others is None:
         return result.note or "-"
@@ -337,7 +337,7 @@ def gpu_rounds(results: Results) -> str:
 
 
 def coverage(results: Results) -> str:
-    """What is measured, estimated and neither, by device, mode and kind of model."""
+    """Parts that are measured, estimated and neither, by device, mode and kind of model."""
     kinds = {"vision-language": "digits", "text": "smollm2"}
     measured = {kind: f"default-search-{pair}" in results for kind, pair in kinds.items()}
     cpu = ["**measured**" if measured[kind] else "neither" for kind in ("text", "vision-language")]

@@ -74,7 +74,7 @@ class Switch:
 
     mode: str = CUDA_GRAPH
     subnet: dict[str, Any] = field(default_factory=dict)
-    """Of the draft."""
+    """Sizes of the draft."""
     preparing: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Entered while forward passes are captured."""
 

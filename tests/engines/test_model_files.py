@@ -26,7 +26,7 @@ def model(**config: Any) -> ModelFiles:
 
 
 def test_text_part_equals_the_model_without_images(tmp_path: Path) -> None:
-    """Of a checkpoint in two files, as large models are stored."""
+    """A checkpoint in two files, as large models are stored."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer

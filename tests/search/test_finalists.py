@@ -114,7 +114,7 @@ def test_the_fastest_finalist_in_real_runs_wins(searched: Searched) -> None:
 
 
 def test_published_defaults_run_beside_the_finalists(searched: Searched) -> None:
-    """Those that are not significantly slower than the fastest default are compared on held-out prompts."""
+    """Defaults that are not significantly slower than the fastest one are compared on held-out prompts."""
     found = measured(searched, GivenRaces(searched, by_name(8.0, ar=10.0, sage=7.0, chain=7.0, finalist=5.0)))
     assert [default.name for default in found.defaults] == list(COMPARED_DEFAULTS)
     assert sorted(found.best_defaults) == ["chain", "sage"]

@@ -215,7 +215,7 @@ class Stage:
 
 @pytest.fixture
 def urls(storage: str | Path) -> tuple[str, str]:
-    """Of one storage, with and without a password where it has users."""
+    """Two ledgers of one storage, with and without a password where it has users."""
     return (f"sqlite:///{storage}",) * 2 if isinstance(storage, Path) else (storage, f"{storage}&password=secret")
 
 

@@ -124,7 +124,7 @@ def texts(workload: Workload) -> list[str]:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the rows of a file become."""
+    """The prompts that the rows of a file become."""
 
     texts: list[str]
     tasks: list[str]
