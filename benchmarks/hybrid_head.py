@@ -24,10 +24,10 @@ from autotune.documents.configuration import Configuration
 from autotune.documents.decoded import runs_dataframe
 from autotune.documents.decoding_profile import AR
 from autotune.evaluation.race import Everyone, race
+from autotune.evaluation.runtime_arms import arms_of_pool
 from autotune.evaluation.summary import summarize
 from autotune.machine.contention_monitor import ContentionMonitor
 from autotune.modeling.loading import BUNDLED_TARGET, load_processor
-from autotune.evaluation.runtime_arms import arms_of_pool
 from autotune.runtime.model_pool import ModelPool
 from autotune.workloads.workload import load_workload
 from benchmarks.evidence.result import RESULTS, stamped
