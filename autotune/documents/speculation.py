@@ -13,6 +13,8 @@ ModelType = Literal[
     "draft_model", "eagle3", "dflash", "mtp", "draft-simple", "draft-eagle3", "draft-dflash", "draft-mtp"
 ]
 """Types that draft with a model or a head of the target: chains, of which shorter ones begin longer ones."""
+DEEPEST = 8
+"""Depth at which a chain is recorded; those of fewer tokens are its beginnings."""
 OF_THE_TARGET = ("mtp", "draft-mtp")
 """Types whose head the target's own files may have, so that no model is named."""
 SpeculationType = str

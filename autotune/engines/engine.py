@@ -8,6 +8,7 @@ import math
 import os
 import shlex
 import shutil
+import subprocess
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -19,17 +20,25 @@ from typing import Any, ClassVar, Self
 from autotune.console import Console
 from autotune.documents.deployment import Deployment, ServedLoad, loads_table
 from autotune.documents.provenance import ModelReference
-from autotune.documents.speculation import OPTIONS, ModelType, Speculation
+from autotune.documents.speculation import DEEPEST, OPTIONS, ModelType, Speculation
 from autotune.engines.backend import Backend, EngineArm
 from autotune.engines.engine_server import EngineServer
 from autotune.engines.loads import measure_load
-from autotune.engines.prices import PRICED_TOKENS, EnginePrices, Pairs, measure_verifications, served_prices
+from autotune.engines.prices import (
+    PRICED_TOKENS,
+    EnginePrices,
+    Pairs,
+    measure_verifications,
+    served_prices,
+    tokens_per_pass,
+    with_draft,
+)
 from autotune.engines.process import running
 from autotune.engines.replay import (
     KEEPS_STATE,
-    ChainSteps,
     EngineRecorded,
     EngineSteps,
+    replay_chain,
     replay_speculation,
     replayed_pairs,
 )
@@ -43,7 +52,7 @@ OFF = "off"
 FEWEST_PROMPTS = 4  # are recorded, whatever time that takes
 AGAIN = 4  # prompts that are asked again
 SELF_TEST = 12  # prompts
-CHAINS = (1, 3, 5, 8)  # tokens of a draft model's chains; 3 is the default
+TOLERATED = 0.02  # of tokens per pass: the difference of a chain's server from the replay
 
 
 class EngineBackend(Backend):
@@ -67,6 +76,8 @@ class EngineBackend(Backend):
     models: ClassVar[str]
     """The models that it loads, for error messages."""
     server: ClassVar[type[EngineServer]]
+    counting: Sequence[str] = ()
+    """Arguments of a server that speculates by which its replies have counts; none for a build without."""
     own_arguments: ClassVar[Sequence[str]]
     """Arguments that the search sets, besides ``--spec*``."""
     tested: ClassVar[Sequence[Speculation]]
@@ -104,11 +115,11 @@ class EngineBackend(Backend):
         self.console, self.seed, self.build = console or Console(), seed, ""
         self.executable, self.arguments = self.find(command) if url is None else (Path(self.program), [])
         self.precision = self.read_model()
-        self.chains = list[Speculation]()
+        self.heads = dict[str, Speculation]()
+        """Chains at the greatest depth, by type."""
         if draft is not None:
             kind, path = self.find_draft(draft, self.target)
-            (option,) = OPTIONS[kind]
-            self.chains = [Speculation(type=kind, options={option: k}, model=f"{path}") for k in CHAINS]
+            self.heads[kind] = Speculation(type=kind, options=dict.fromkeys(OPTIONS[kind], DEEPEST), model=str(path))
 
     @classmethod
     def restored(cls, deployment: Deployment, *, command: str | None = None, **options: Any) -> Self:
@@ -192,7 +203,8 @@ class EngineBackend(Backend):
             return
         alias = f"autotune-{os.urandom(8).hex()}"
         words = [*self.words(speculation), *self.own_words(alias, at_once, longest)]
-        with running(words, self.program) as (url, process):
+        with ExitStack() as stack:
+            url, process = self._running(stack, words, speculation)
             server = self.server(url)
             server.process, server.speculation = process, speculation
             if server.alias != alias:
@@ -202,13 +214,29 @@ class EngineBackend(Backend):
             self.build = self.build_of(server)
             yield server
 
+    def _running(
+        self, stack: ExitStack, words: Sequence[str], speculation: Speculation | None
+    ) -> tuple[str, subprocess.Popen[bytes]]:
+        """The address and process of a server, whose replies have counts where it speculates and the build can."""
+        if speculation is not None and self.counting:
+            try:
+                return stack.enter_context(running([*words, *self.counting], self.program))
+            except UserError as error:
+                if self.counting[0] not in str(error):
+                    raise
+            self.console.say(f"counts     {self.program} has no {self.counting[0]}: its counters are read, alone")
+            self.counting = ()
+        return stack.enter_context(running(words, self.program))
+
     def configurations(self) -> list[Speculation]:
         speculations = [
             Speculation(type=kind, options=dict(zip(OPTIONS[kind], values, strict=True)))
             for kind, rows in self.space.items()
             for values in (OPTIONS[kind].values(), *rows)
         ]
-        return list({speculation.label: speculation for speculation in [*speculations, *self.chains]}.values())
+        chains = [head.at_depth(k) for head in self.heads.values() for k in range(1, (head.depth or 0) + 1)]
+        speculations += [speculation for speculation in chains if speculation is not None]
+        return list({speculation.label: speculation for speculation in speculations}.values())
 
     def record(self, prompts: Sequence[WorkloadPrompt], until: float = math.inf) -> EngineRecorded:
         require_served(prompts, reads_images=self.server.reads_images)
@@ -232,17 +260,24 @@ class EngineBackend(Backend):
             f"plain      {sum(len(answer.tokens) for answer in answers)} tokens of {len(prompts)} prompts, in {folder}; asked again, "
             f"{differing} of {len(again)} answers differ"
         )
-        chains = dict[str, Sequence[Served]]()
-        for chain in self.chains:
-            with self.started(chain) as server:
-                chains[chain.key] = self._recorded(server, prompts, folder, until)
-        return replace(recorded, chains=chains)
+        chains, chains_again, left_out = dict[str, Sequence[Served]](), dict[str, Sequence[Served]](), dict[str, str]()
+        for kind, head in self.heads.items():
+            try:
+                with self.started(head) as server:
+                    answered = self._recorded(server, prompts, folder, until)
+                    chains_again[kind] = [server.ask(prompts[number]) for number in longest if number < len(answered)]
+                    chains[kind] = answered
+            except UserError as error:
+                left_out[kind] = str(error)
+                self.console.say(f"draft      {kind} is left out: {error}")
+        return replace(recorded, chains=chains, chains_again=chains_again, left_out=left_out)
 
     def _recorded(
         self, server: EngineServer, prompts: Sequence[WorkloadPrompt], folder: Path, until: float
     ) -> list[Served]:
         """Answers that do not depend on their order, recorded once."""
-        label = server.speculation.key if server.speculation else "plain"
+        head = server.speculation
+        label = head.key if head else "plain"
         file, answers = folder / f"{label}.jsonl", list[Served]()
         known = {row["prompt_sha256"]: row for row in read_lines(file)}
         with self.console.stage("answers of the engine", len(prompts)) as update:
@@ -251,17 +286,33 @@ class EngineBackend(Backend):
                     break
                 if prompt.sha256 not in known:
                     answer = server.ask(prompt)
-                    if server.speculation is None:
+                    if head is None:
                         answer = answer.model_copy(update={"beyond": server.continuation(answer, prompt)})
+                    elif not prompt.images:  # of which the tokens alone are no prompt
+                        answer = self._completed(server, answer, head)
                     known[prompt.sha256] = answer.model_dump(mode="json", exclude_unset=True)
                     append_line(file, known[prompt.sha256])
                 answers.append(Served.model_validate(known[prompt.sha256]))
                 update(number, len(prompts))
         return answers
 
+    def _completed(self, server: EngineServer, answer: Served, head: Speculation) -> Served:
+        """The answer of a chain's server with what the replay of shorter chains needs beside it: verifications behind
+        tokens that were all accepted.
+        """
+        chains = [head.at_depth(k) or head for k in range(1, (head.depth or 0) + 1)]
+        while unknown := set().union(*(replay_chain(chain, answer, server.context)[1] for chain in chains)):
+            verifications = list(answer.verifications)
+            for place in sorted(unknown):
+                asked = server.verified([*answer.prompt_tokens, *answer.tokens[: place - 1]]).verifications
+                _, *counts = next((row for row in asked if row[0] == 1), [1, 1, 0])  # not told: the draft is wrong
+                verifications.append([place, *counts])
+            answer = answer.model_copy(update={"verifications": verifications})
+        return answer
+
     def price(self, recorded: EngineRecorded, until: float = math.inf) -> EnginePrices:
         """Passes are priced in a server of the self-test, whose requests are answered before."""
-        left_out, served = dict[str, str](), list[Any]()
+        left_out, served = dict(recorded.left_out), list[Any]()
         with ExitStack() as stack:
             pricing = stack.enter_context(self.started(self.tested[0]))
             for tested in () if self.is_fixed else self.tested:
@@ -277,6 +328,12 @@ class EngineBackend(Backend):
         has_one_loop = self.has_one_loop or self.is_fixed  # a server at a URL drafts in its plain answers too
         plain = replayed_pairs(None, recorded.again, recorded.context)
         prices = served_prices(EnginePrices(steps, left_out), plain, served, has_one_loop=has_one_loop)
+        for kind in recorded.chains:
+            try:
+                prices = with_draft(prices, self.heads[kind], self._chain_pairs(self.heads[kind], recorded))
+            except UserError as error:
+                left_out[kind] = str(error)
+                self.console.say(f"self-test  {kind} is left out: {error}")
         self.console.say(f"prices     {prices.text()}")
         return prices
 
@@ -303,13 +360,40 @@ class EngineBackend(Backend):
             raise UserError(f"the build has another rule: {counted}; predicted are {predicted}")
         return exact
 
-    def replay(self, configuration: Speculation | None, recorded: EngineRecorded) -> EngineSteps | ChainSteps:
-        """Along the plain answers. The answers of a draft model's chain were recorded in servers of its own."""
-        new_tokens = [len(answer.tokens) - 1 for answer in recorded.answers]
+    def _chain_pairs(self, head: Speculation, recorded: EngineRecorded) -> dict[int, Pairs]:
+        """Requests of servers at depth 1 and at the greatest, beside their replay from the recording.
+
+        Raises:
+            UserError: the server at depth 1 has other tokens per pass than the replay, or does not start.
+        """
+        first, pairs = head.at_depth(1) or head, dict[int, Pairs]()
+        with self.started(first) as server:
+            answers = [server.ask(prompt) for prompt in recorded.prompts[:SELF_TEST]]
+        for chain, served in ((first, answers), (head, recorded.chains_again[head.type])):
+            replayed = zip(recorded.chains[head.type], self.replay(chain, recorded).requests, strict=True)
+            by_prompt = {answer.prompt_sha256: request for answer, request in replayed}
+            known = [answer for answer in served if answer.prompt_sha256 in by_prompt]
+            pairs[chain.depth or 0] = [(answer, by_prompt[answer.prompt_sha256]) for answer in known]
+        tested = pairs[1]
+        counted = tokens_per_pass([(len(answer.tokens) - 1, answer.accepted_tokens) for answer, _ in tested])
+        predicted = tokens_per_pass([(replayed.num_tokens, replayed.counts[-1]) for _, replayed in tested])
+        exact = sum(answer.counts == replayed.counts for answer, replayed in tested)
+        rates = f"{counted:.3f} tokens per pass, predicted {predicted:.3f}"
+        self.console.say(
+            f"self-test  {first.label}: counts are the predicted in {exact} of {len(tested)} requests; {rates}"
+        )
+        if abs(counted / predicted - 1) > TOLERATED:
+            raise UserError(f"the build drafts otherwise than at depth {head.depth}: {rates}")
+        return pairs
+
+    def replay(self, configuration: Speculation | None, recorded: EngineRecorded) -> EngineSteps:
+        """Along the plain answers, and of chains along those of their server at the greatest depth."""
         if configuration is not None and configuration.is_chain:
-            return ChainSteps(recorded.chains[configuration.key], new_tokens)
-        replays = replay_speculation(configuration, recorded.known, recorded.context)
-        return EngineSteps(configuration, replays, new_tokens)
+            answers = recorded.chains[configuration.type]
+            replays = [replay_chain(configuration, answer, recorded.context)[0] for answer in answers]
+        else:
+            replays = replay_speculation(configuration, recorded.known, recorded.context)
+        return EngineSteps(configuration, replays, [len(answer.tokens) - 1 for answer in recorded.answers])
 
     @contextmanager
     def arm(self, configuration: Speculation | None) -> Iterator[EngineArm]:

@@ -75,6 +75,11 @@ class EngineServer(ABC):
         if not self.url.startswith(("http://", "https://")):
             raise UserError(f"{url}: an address begins with http:// or https://; {ADVICE}")
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether a model or a head drafts before every pass."""
+        return self.speculation is not None and self.speculation.is_chain
+
     def reply_of(self, path: str) -> AbstractContextManager[None]:
         """Inside the context, a reply is read, whose form no server has to keep."""
         return reading(f"{self.url}{path}: not the reply of a serving engine", ADVICE)
@@ -170,6 +175,10 @@ class EngineServer(ABC):
         """A request that is exactly one verification of ``n`` tokens after its first token, in a server that drafts as
         ``priced_by`` says; or one that drafted another number of tokens than n - 1.
         """
+
+    @abstractmethod
+    def verified(self, tokens: list[int]) -> Served:
+        """A request whose second token, and those after it, come of a verification, in a server that drafts chains."""
 
     @abstractmethod
     def stream(self, answer: Served, prompt: WorkloadPrompt | None = None) -> tuple[list[int], list[float]]:

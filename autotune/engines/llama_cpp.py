@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from autotune.documents.provenance import ModelReference
-from autotune.documents.speculation import ModelType, Speculation
+from autotune.documents.speculation import DEEPEST, ModelType, Speculation
 from autotune.engines.engine import EngineBackend
 from autotune.engines.engine_server import NATURAL, TEXT, TIMES, TOKENS, EngineServer, text_chat
 from autotune.engines.served import Served
@@ -20,6 +22,8 @@ from autotune.workloads.prompt import WorkloadPrompt
 PRICED_BY = Speculation(type="ngram-mod", options={"n-match": 4, "n-min": 0, "n-max": 64})
 REPEATED_TOKENS = 8  # that price a verification: more than n-match
 VERIFICATIONS = "llamacpp:spec_decode_num_drafts_total"
+SUMS = ("predicted_n", "draft_n", "draft_n_accepted")
+"""Tokens, draft tokens and accepted ones of a reply so far."""
 FILE_TYPE_KEY = b"general.file_type"
 MOST_HEADER = 1 << 26  # bytes of a GGUF file before its tensors
 FILE_TYPES = {
@@ -62,7 +66,7 @@ class LlamaServer(EngineServer):
         """After a request that only reads the prompt: from nothing, so that no answer depends on the order of prompts,
         and outside the CPU time.
         """
-        self._completed(tokens, 1, cache_prompt=False)
+        self._parts(tokens, 1, cache_prompt=False)
         before = self._verifications()
         answer = self._timed(tokens, limit)
         return answer.model_copy(update={"rounds": self._verifications() - before})
@@ -78,29 +82,47 @@ class LlamaServer(EngineServer):
         token = prompt[-1]
         return self._timed([*prompt, *[token] * REPEATED_TOKENS], n + 1, logit_bias=[[token, 1e4]])
 
+    def verified(self, tokens: list[int]) -> Served:
+        return self._timed(tokens, DEEPEST + 2)
+
     def _timed(self, tokens: list[int], limit: int, **options: Any) -> Served:
-        before = self.cpu_ms()
-        reply = self._completed(tokens, limit, **options)
+        """The reply; of a server that drafts chains in parts, whose sums tell its verifications."""
+        before, verifications = self.cpu_ms(), list[list[int]]()
+        parts = self._parts(tokens, limit, is_streamed=self.is_chain, **options)
         spent = max(0.0, self.cpu_ms() - before)
         with self.reply_of("/completion"):
-            timings = reply["timings"]
+            sums = [[part["timings"].get(name, 0) for name in SUMS] for part in parts]
+            for sum_before, sum_after in itertools.pairwise(sums):
+                place, drafted, accepted = map(operator.sub, sum_after, sum_before)
+                if place == 1 and drafted:  # else a part was left out, which ended inside a character
+                    verifications.append([sum_before[0], drafted, accepted])
+            answer, timings = [token for part in parts for token in part["tokens"]], parts[-1]["timings"]
+            if self.is_chain and len(answer) < timings["predicted_n"]:
+                answer = self._parts(tokens, limit, **options)[0]["tokens"]
             times = [timings[name] for name in ("predicted_ms", "prompt_ms")]
             wall_ms, prompt_ms = TIMES.validate_python(times, strict=True)
             drafted = timings.get("draft_n", 0)
             return Served.of(
                 tokens,
-                reply["tokens"],
+                answer,
                 limit,
-                is_ended=reply["stop_type"] == "eos",
+                is_ended=parts[-1]["stop_type"] == "eos",
                 accepted_lengths=[timings.get("draft_n_accepted", 0)] if drafted else [],
                 verified_nodes=drafted,
+                verifications=verifications,
                 decode_ms=wall_ms,
                 cpu_ms=spent * wall_ms / max(wall_ms + prompt_ms, 1e-9),
             )
 
-    def _completed(self, tokens: list[int], limit: int, **options: Any) -> dict[str, Any]:
+    def _parts(
+        self, tokens: list[int], limit: int, *, is_streamed: bool = False, **options: Any
+    ) -> list[dict[str, Any]]:
+        """The reply, or the parts of one that is streamed, token by token with the sums so far."""
         request = {"prompt": tokens, "temperature": 0.0, "return_tokens": True, "id_slot": 0, "n_predict": limit}
-        return self.read_json("/completion", request | options, "look into its log")
+        if is_streamed:
+            parts = self.streamed("/completion", request | options | {"timings_per_token": True})
+            return [part for part, _ in parts]
+        return [self.read_json("/completion", request | options, "look into its log")]
 
     def stream(self, answer: Served, prompt: WorkloadPrompt | None = None) -> tuple[list[int], list[float]]:
         request = {"prompt": answer.prompt_tokens, "n_predict": answer.limit, "temperature": 0.0, "return_tokens": True}

@@ -15,9 +15,10 @@ import numpy as np
 
 from autotune.console import Update
 from autotune.documents.deployment import PricedStep
+from autotune.documents.speculation import Speculation
 from autotune.engines.backend import Prices
 from autotune.engines.engine_server import EngineServer
-from autotune.engines.replay import CONTEXT_STEP, ChainSteps, EngineSteps, RequestReplay
+from autotune.engines.replay import CONTEXT_STEP, EngineSteps, RequestReplay
 from autotune.engines.served import Served
 from autotune.errors import UserError
 from autotune.trees.limits import Floats
@@ -82,6 +83,8 @@ class EnginePrices(Prices):
     left_out: Mapping[str, str] = field(default_factory=dict)
     factors: Mapping[str, float] = field(default_factory=lambda: dict(ALONE))
     """See ``ALONE``."""
+    drafts: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    """Milliseconds of a draft by its tokens, by type; linear between two numbers of tokens."""
 
     @functools.cached_property
     def clock(self) -> Clock:
@@ -113,16 +116,25 @@ class EnginePrices(Prices):
             ms[tokens > 1] += number * self.pass_ms(tokens, (unit + 0.5) * CONTEXT_STEP)
         return ms[False], ms[True]
 
-    def ms(self, steps: EngineSteps | ChainSteps) -> Floats:
-        """See ``Prices.ms``. A token of a prompt that a chain did not decode takes the mean time of the others'."""
-        new_tokens = np.array(steps.new_tokens)
-        if isinstance(steps, ChainSteps):
-            rates = [self.time_of(answer) / max(1, len(answer.tokens) - 1) for answer in steps.answers]
-            missing = len(new_tokens) - len(rates)
-            return np.array(rates + [float(np.mean(rates))] * missing) * new_tokens
-        plain, verifying = np.array([self.parts_ms(request) for request in steps.requests]).T
-        factor = self.factors["plain"] if steps.speculation is None else 1.0
-        return factor * (self.factors["step"] * plain + self.factors["verification"] * verifying)
+    def request_ms(self, request: RequestReplay, speculation: Speculation | None) -> float:
+        """The time of a request's passes and drafts in a server."""
+        plain, verifying = self.parts_ms(request)
+        ms = self.factors["step"] * plain + self.factors["verification"] * verifying
+        if speculation is None:
+            return self.factors["plain"] * ms
+        if drafts := self.drafts.get(speculation.type):
+            drafted = [number for number, _ in request.drafts]
+            ms += float(np.interp(drafted, list(drafts), list(drafts.values())).sum())
+        return ms
+
+    def ms(self, steps: EngineSteps) -> Floats:
+        """See ``Prices.ms``. A chain's answer may have another length than the plain one; a token of a prompt that its
+        server did not decode takes the mean time of the others'.
+        """
+        ms = np.array([self.request_ms(request, steps.speculation) for request in steps.requests])
+        rates = ms / np.array([max(1, request.num_tokens) for request in steps.requests])
+        missing = len(steps.new_tokens) - len(rates)
+        return np.array([*rates, *[rates.mean()] * missing]) * steps.new_tokens
 
     def time_of(self, answer: Served) -> float:
         """The time of an answer on the prices' clock."""
@@ -133,7 +145,10 @@ class EnginePrices(Prices):
         context = float(np.median([step.context for step in self.priced]))
         shown = [f"{n}: {self.pass_ms(n, context) / self.pass_ms(1, context):.1f}" for n in (2, 4, 8, 16)]
         factors = ", ".join(f"{name} {factor:.2f}" for name, factor in self.factors.items())
-        return f"a verification of n tokens takes, in plain steps, {', '.join(shown)} ({self.clock} time; {factors})"
+        drafts = "".join(
+            f"; {kind} drafts {k} in {ms:.1f} ms" for kind, times in self.drafts.items() for k, ms in times.items()
+        )
+        return f"a verification of n tokens takes, in plain steps, {', '.join(shown)} ({self.clock} time; {factors}{drafts})"
 
 
 def served_prices(prices: EnginePrices, plain: Pairs, served: Pairs, *, has_one_loop: bool) -> EnginePrices:
@@ -157,3 +172,26 @@ def served_prices(prices: EnginePrices, plain: Pairs, served: Pairs, *, has_one_
         ).x.tolist()
     plain_factor = 1.0 if has_one_loop else alone / step
     return replace(prices, factors={"step": step, "verification": verification, "plain": plain_factor})
+
+
+def with_draft(prices: EnginePrices, head: Speculation, served: Mapping[int, Pairs]) -> EnginePrices:
+    """The prices with the time of a head's drafts: what the requests of servers of two depths took beside their passes.
+
+    Args:
+        served: requests beside their replay, by depth.
+    """
+    times = dict[int, float]()
+    for depth, pairs in served.items():
+        drafting = list[float]()
+        for answer, replayed in pairs:
+            spent = prices.time_of(answer) * replayed.num_tokens / max(1, len(answer.tokens) - 1)
+            if replayed.drafts:
+                drafting.append((spent - prices.request_ms(replayed, head)) / len(replayed.drafts))
+        times[depth] = float(np.median(drafting))
+    return replace(prices, drafts={**prices.drafts, head.type: times})
+
+
+def tokens_per_pass(requests: Sequence[tuple[int, int]]) -> float:
+    """Tokens that a pass gives in the mean, of requests with their tokens and accepted draft tokens."""
+    tokens, accepted = map(sum, zip(*requests, strict=True))
+    return tokens / (tokens - accepted)

@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autotune.documents.speculation import Speculation
+from autotune.documents.speculation import DEEPEST, Speculation
 from autotune.engines.ngram_drafters import Drafter, KnownRequest, LookupDrafter, ModDrafter, SimpleDrafter
 from autotune.engines.served import Served
 from autotune.engines.suffix_drafter import SuffixDrafter
 from autotune.workloads.prompt import WorkloadPrompt
 
 CONTEXT_STEP = 32
+CUT_AT_LIMIT = "draft-"  # begin of llama.cpp's types, whose drafts end with what a request may still generate
 DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "ngram-simple": SimpleDrafter,
     "ngram-mod": ModDrafter,
@@ -40,7 +41,13 @@ class EngineRecorded:
     context: int
     """Most tokens of a request."""
     chains: Mapping[str, Sequence[Served]] = field(default_factory=dict)
-    """Answers of a server with each chain of a draft model, by its key; to the first prompts, where time was short."""
+    """Answers of a server with each model or head at the greatest depth, by type; to the first prompts, where time was
+    short.
+    """
+    chains_again: Mapping[str, Sequence[Served]] = field(default_factory=dict)
+    """Some of them, asked again, for times of today."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Types of which nothing could be recorded, with the reason."""
 
     @functools.cached_property
     def known(self) -> list[KnownRequest]:
@@ -72,25 +79,13 @@ class EngineSteps:
 
     speculation: Speculation | None
     requests: Sequence[RequestReplay]
+    """Of a chain, those of its own server's answers, which may be fewer."""
     new_tokens: Sequence[int]
     """Tokens of the plain answers after the first."""
 
     @property
     def counts(self) -> list[tuple[int, int, int]]:
         return [request.counts for request in self.requests]
-
-
-@dataclass(frozen=True)
-class ChainSteps:
-    """The answers of a server with a draft model, which stand for themselves."""
-
-    answers: Sequence[Served]
-    new_tokens: Sequence[int]
-    """Tokens of all plain answers after the first."""
-
-    @property
-    def counts(self) -> list[tuple[int, int, int]]:
-        return [answer.counts for answer in self.answers]
 
 
 def replay_request(drafter: Drafter | None, request: KnownRequest, context: int) -> RequestReplay:
@@ -121,6 +116,44 @@ def replay_request(drafter: Drafter | None, request: KnownRequest, context: int)
             drafter.accept(accepted)
         length += accepted + 1
     return RequestReplay(drafts, passes, len(answer.tokens) - 1)
+
+
+def known_drafts(answer: Served) -> dict[int, tuple[int, bool]]:
+    """Draft tokens of a chain that are the answer's, by the number of the answer's tokens before them, and whether the
+    next one is known to differ. What a chain drafts after a few of its tokens is the rest of it: exactly so for a draft
+    model, which reads the text alone.
+    """
+    known = dict[int, tuple[int, bool]]()
+    for place, drafted, accepted in sorted(answer.verifications, reverse=True):
+        more, is_known = known.get(place + drafted, (0, False)) if accepted == drafted else (0, True)
+        for inside in range(accepted + 1):
+            known.setdefault(place + inside, (accepted - inside + more, is_known))
+    return known
+
+
+def replay_chain(chain: Speculation, answer: Served, context: int) -> tuple[RequestReplay, set[int]]:
+    """The request of a server that drafts chains, from what is known of longer ones, and the places behind which that
+    is not enough; the draft counts as wrong there.
+
+    Args:
+        context: most tokens of a request, to which a draft is cut.
+    """
+    known, deepest = known_drafts(answer), max((drafted for _, drafted, _ in answer.verifications), default=DEEPEST)
+    drafts, passes, unknown = [], Counter[tuple[int, int]](), set[int]()
+    before, place = len(answer.prompt_tokens) - 1, 1
+    while place < len(answer.tokens):
+        room = context - before - place
+        room = min(room, answer.limit - place + 1) if chain.type.startswith(CUT_AT_LIMIT) else room
+        drafted = max(0, min(chain.depth or 0, deepest, room - 2))
+        right, is_known = known.get(place, (0, False))
+        if right < drafted and not is_known:
+            unknown.add(place + right)
+        accepted = min(right, drafted)
+        passes[drafted + 1, (before + place) // CONTEXT_STEP] += 1
+        if drafted:
+            drafts.append((drafted, accepted))
+        place += accepted + 1
+    return RequestReplay(drafts, passes, len(answer.tokens) - 1), unknown
 
 
 def replay_speculation(

@@ -1,11 +1,12 @@
-"""vLLM: its speculation by n-grams and draft models, answers by its OpenAI-compatible API, and counts by its metrics,
-request by request. Loads no torch.
+"""vLLM: its speculation by n-grams, draft models and heads, and answers by its OpenAI-compatible API, with counts of
+their own or, of builds before 0.32, by its metrics. Loads no torch.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import operator
 import os
 import time
 from collections import Counter
@@ -76,7 +77,7 @@ def chat_request(prompt: WorkloadPrompt) -> dict[str, Any]:
 
 
 class VllmServer(EngineServer):
-    """A client of one vLLM, whose counters are read before and after each request."""
+    """A client of one vLLM."""
 
     priced_by = "{} '{}'".format(*vllm_arguments(PRICED_BY))
     longest = int(PRICED_BY.options["num_speculative_tokens"]) + 1
@@ -129,12 +130,22 @@ class VllmServer(EngineServer):
         run = 0 if n == 1 else int(PRICED_BY.options["prompt_lookup_max"]) + n - 2
         return self._counted([*prompt, *[token] * run], n + 1, ignore_eos=True, allowed_token_ids=[token])
 
+    def verified(self, tokens: list[int]) -> Served:
+        return self._counted(tokens, 2)
+
     def _counted(self, tokens: list[int], limit: int, prompt: WorkloadPrompt | None = None, **options: Any) -> Served:
-        """Decode one prompt greedily, while the server decodes nothing else."""
+        """Decode one prompt greedily. A server without counts of each request decodes nothing else meanwhile."""
         before, cpu_ms = self.metrics(), self.cpu_ms()
-        answer, seconds, is_ended = self._decode(tokens, limit, prompt, **options)
+        answer, seconds, is_ended, counts = self._decode(tokens, limit, prompt, **options)
         cpu_ms = max(0.0, self.cpu_ms() - cpu_ms)
-        rounds, drafted, accepted = self._counts_since(before, len(answer))
+        verifications = list[list[int]]()
+        if counts is not None:
+            rounds, drafted, accepted, verifications = self._counts_of(counts, len(answer))
+        elif self.process is not None and self.speculation is None:
+            rounds, drafted, accepted = 0, 0, 0
+        else:
+            rounds, drafted, accepted = self._counts_since(before, len(answer))
+            verifications = [[1, drafted, accepted]] if rounds == 1 else []
         with self.reply_of(COMPLETIONS):
             spent = seconds[-1] - seconds[0]
             return Served.of(
@@ -145,9 +156,32 @@ class VllmServer(EngineServer):
                 rounds=rounds,
                 accepted_lengths=[accepted] if rounds else [],
                 verified_nodes=drafted,
+                verifications=verifications if self.is_chain else [],
                 decode_ms=1e3 * spent,
                 cpu_ms=cpu_ms * spent / seconds[-1],
             )
+
+    def _counts_of(self, counts: dict[str, Any], num_tokens: int) -> tuple[int, int, int, list[list[int]]]:
+        """Verifications, draft tokens and accepted ones of a reply with ``num_tokens`` tokens, and each verification
+        where all tokens after the first come of one.
+
+        Raises:
+            UserError: the counts contradict the tokens.
+        """
+        with self.reply_of(COMPLETIONS):
+            drafted, accepted = (
+                TOKENS.validate_python(counts.get(f"per_step_{name}") or [], strict=True)
+                for name in ("drafted", "accepted")
+            )
+            ends = list(itertools.accumulate((number + 1 for number in accepted), initial=1))
+            has_sums = (counts["num_spec_steps"], counts["num_draft_tokens"]) == (len(drafted), sum(drafted))
+            if not has_sums or any(map(operator.gt, accepted, drafted)) or [*ends, 1][len(drafted) - 1] > num_tokens:
+                raise UserError(
+                    f"{self.url}: a reply of {num_tokens} tokens counts {len(drafted)} verifications that accepted {sum(accepted)}; "
+                    "start a vLLM of another version"
+                )
+        placed = [list(row) for row in zip(ends, drafted, accepted, strict=False)]
+        return len(drafted), sum(drafted), sum(accepted), placed if ends[-1] >= num_tokens else []
 
     def _counts_since(self, before: Counter[str], num_tokens: int) -> list[int]:
         """Verifications, draft tokens and accepted ones since ``before``, when the engine has counted an answer of
@@ -167,27 +201,30 @@ class VllmServer(EngineServer):
 
     def _decode(
         self, tokens: list[int], limit: int, prompt: WorkloadPrompt | None, **options: Any
-    ) -> tuple[list[int], list[float], bool]:
-        """The tokens of the reply, the seconds from the request to each of its parts, and whether the last token ends
-        the generation. ``prompt`` has the images, if any.
+    ) -> tuple[list[int], list[float], bool, dict[str, Any] | None]:
+        """The tokens of the reply, the seconds from the request to each of its parts, whether the last token ends the
+        generation, and the request's counts if the reply has them. ``prompt`` has the images, if any.
         """
         path, request = COMPLETIONS, {"prompt": tokens}
         if prompt is not None and prompt.images:
             path, request = CHAT, chat_request(prompt)
         body = {"model": self.alias, "max_tokens": limit, "temperature": 0.0, "return_token_ids": True}
-        body |= request | options
+        body |= request | options | {"stream_options": {"include_usage": True}}
         if len(tokens) % BLOCK == 1:  # with all blocks in the cache, vLLM would pad the first pass with drafts
             body["cache_salt"] = os.urandom(8).hex()
-        answer, seconds, is_ended = list[int](), list[float](), False
+        answer, seconds, is_ended, counts = list[int](), list[float](), False, None
         for event, second in self.streamed(path, body):
             with self.reply_of(path):
+                if not event["choices"]:
+                    counts = (event.get("metrics") or {}).get("speculative_decoding")
+                    continue
                 (part,) = event["choices"]
                 if path == CHAT and "role" in part["delta"]:  # without tokens
                     continue
                 seconds.append(second)
                 answer += TOKENS.validate_python(part["token_ids"], strict=True)
                 is_ended = part["finish_reason"] == "stop"
-        return answer, seconds, is_ended
+        return answer, seconds, is_ended, counts
 
     def stream(self, answer: Served, prompt: WorkloadPrompt | None = None) -> tuple[list[int], list[float]]:
         return self._decode(answer.prompt_tokens, answer.limit, prompt)[:2]
@@ -204,6 +241,7 @@ class VllmBackend(EngineBackend):
     install = "install vLLM (pip install vllm)"
     models = "a folder with config.json, or an id of the Hugging Face hub"
     server = VllmServer
+    counting = ("--per-request-spec-decode-metrics", "detailed")
     own_arguments = ("--model", "--served-model-name", "--host", "--port", "-sc")
     tested = (PRICED_BY, Speculation(type="suffix", options=OPTIONS["suffix"]))
     space: ClassVar[
