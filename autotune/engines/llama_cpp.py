@@ -24,6 +24,8 @@ REPEATED_TOKENS = 8  # that price a verification: more than n-match
 VERIFICATIONS = "llamacpp:spec_decode_num_drafts_total"
 SUMS = ("predicted_n", "draft_n", "draft_n_accepted")
 """Tokens, draft tokens and accepted ones of a reply so far."""
+HEADS: dict[str, ModelType] = {"eagle3": "draft-eagle3", "dflash": "draft-dflash"}
+"""Types of files that hold a head alone, by their architecture."""
 FILE_TYPE_KEY = b"general.file_type"
 MOST_HEADER = 1 << 26  # bytes of a GGUF file before its tensors
 FILE_TYPES = {
@@ -67,9 +69,7 @@ class LlamaServer(EngineServer):
         and outside the CPU time.
         """
         self._parts(tokens, 1, cache_prompt=False)
-        before = self._verifications()
-        answer = self._timed(tokens, limit)
-        return answer.model_copy(update={"rounds": self._verifications() - before})
+        return self._timed(tokens, limit)
 
     def _verifications(self) -> int:
         """Verifications of a server that was started here, as others may count none."""
@@ -87,15 +87,21 @@ class LlamaServer(EngineServer):
 
     def _timed(self, tokens: list[int], limit: int, **options: Any) -> Served:
         """The reply; of a server that drafts chains in parts, whose sums tell its verifications."""
-        before, verifications = self.cpu_ms(), list[list[int]]()
+        verifications, rounds, before = list[list[int]](), self._verifications(), self.cpu_ms()
         parts = self._parts(tokens, limit, is_streamed=self.is_chain, **options)
-        spent = max(0.0, self.cpu_ms() - before)
+        spent, rounds = max(0.0, self.cpu_ms() - before), self._verifications() - rounds
         with self.reply_of("/completion"):
             sums = [[part["timings"].get(name, 0) for name in SUMS] for part in parts]
-            for sum_before, sum_after in itertools.pairwise(sums):
-                place, drafted, accepted = map(operator.sub, sum_after, sum_before)
-                if place == 1 and drafted:  # else a part was left out, which ended inside a character
-                    verifications.append([sum_before[0], drafted, accepted])
+            place, depth = 1, (self.speculation.depth or 0) if self.speculation else 0
+            for sum_before, sum_after in itertools.pairwise([[1, 0, 0], *sums] if self.is_chain else []):
+                step, drafted, accepted = map(operator.sub, sum_after, sum_before)
+                if drafted and step == 1:
+                    place = sum_before[0]
+                elif drafted > depth:  # of several verifications, as parts that end inside a character are not sent
+                    place = 0
+                if drafted and place:
+                    verifications.append([place, drafted, accepted])
+                    place += accepted + 1
             answer, timings = [token for part in parts for token in part["tokens"]], parts[-1]["timings"]
             if self.is_chain and len(answer) < timings["predicted_n"]:
                 answer = self._parts(tokens, limit, **options)[0]["tokens"]
@@ -107,6 +113,7 @@ class LlamaServer(EngineServer):
                 answer,
                 limit,
                 is_ended=parts[-1]["stop_type"] == "eos",
+                rounds=rounds,
                 accepted_lengths=[timings.get("draft_n_accepted", 0)] if drafted else [],
                 verified_nodes=drafted,
                 verifications=verifications,
@@ -168,7 +175,7 @@ class LlamaBackend(EngineBackend):
             raise UserError(
                 f"--draft {draft}: llama.cpp drafts with GGUF files; give one of a model with the target's vocabulary, or of an EAGLE-3 head"
             )
-        return "draft-eagle3" if architecture_of(path) == "eagle3" else "draft-simple", path.resolve()
+        return HEADS.get(architecture_of(path), "draft-simple"), path.resolve()
 
     def read_model(self) -> str:
         if self.url is None and "--chat-template" not in " ".join(self.arguments):

@@ -143,12 +143,15 @@ def replay_chain(chain: Speculation, answer: Served, context: int) -> tuple[Requ
     before, place = len(answer.prompt_tokens) - 1, 1
     while place < len(answer.tokens):
         room = context - before - place
-        room = min(room, answer.limit - place + 1) if chain.type.startswith(CUT_AT_LIMIT) else room
+        if ends := chain.type.startswith(CUT_AT_LIMIT):
+            room = min(room, answer.limit - place + 1)
         drafted = max(0, min(chain.depth or 0, deepest, room - 2))
         right, is_known = known.get(place, (0, False))
         if right < drafted and not is_known:
             unknown.add(place + right)
         accepted = min(right, drafted)
+        if ends and answer.is_ended and drafted == right + 1 == len(answer.tokens) - place:
+            accepted = drafted  # the end is an accepted token where it ends the draft, too, and else not counted
         passes[drafted + 1, (before + place) // CONTEXT_STEP] += 1
         if drafted:
             drafts.append((drafted, accepted))

@@ -174,8 +174,12 @@ class VllmServer(EngineServer):
                 for name in ("drafted", "accepted")
             )
             ends = list(itertools.accumulate((number + 1 for number in accepted), initial=1))
-            has_sums = (counts["num_spec_steps"], counts["num_draft_tokens"]) == (len(drafted), sum(drafted))
-            if not has_sums or any(map(operator.gt, accepted, drafted)) or [*ends, 1][len(drafted) - 1] > num_tokens:
+            sums = [counts["num_spec_steps"], len(accepted), counts["num_draft_tokens"]]
+            if (
+                sums != [len(drafted), len(drafted), sum(drafted)]
+                or any(map(operator.gt, accepted, drafted))
+                or [*ends, 1][len(drafted) - 1] > num_tokens
+            ):
                 raise UserError(
                     f"{self.url}: a reply of {num_tokens} tokens counts {len(drafted)} verifications that accepted {sum(accepted)}; "
                     "start a vLLM of another version"
@@ -215,7 +219,7 @@ class VllmServer(EngineServer):
         answer, seconds, is_ended, counts = list[int](), list[float](), False, None
         for event, second in self.streamed(path, body):
             with self.reply_of(path):
-                if not event["choices"]:
+                if not event["choices"] and "usage" in event:
                     counts = (event.get("metrics") or {}).get("speculative_decoding")
                     continue
                 (part,) = event["choices"]

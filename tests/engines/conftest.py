@@ -55,7 +55,7 @@ def running_here(words: Sequence[str], name: str) -> Iterator[tuple[str, Any]]:
     """``process.running`` in a thread of this process, which takes no time to start; servers that end are processes."""
     if (
         Path(words[0]).parent.name != "bin"
-        or {"--bogus", "--dies", "--killed", "--lacks-second"} & {*words}
+        or {"--bogus", "--dies", "--killed", "--lacks-second", "--lacks-drafts", "--old"} & {*words}
         or is_replaced(words[0])
     ):
         with running(words, name) as started:

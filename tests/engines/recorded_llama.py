@@ -43,11 +43,11 @@ PROMPTS = (
     "Write an HTML table with three rows and three columns.",
     "Copy this list twice: apple, pear, plum, cherry, quince, apple, pear, plum, fig, grape. Then sort it.",
 )
-SWITCHES = ("--dies", "--killed", "--unsteady")
+SWITCHES = ("--dies", "--killed", "--unsteady", "--lies")
 
 
 class DraftModel(Drafter):
-    """Proposes the answer's tokens but for every third."""
+    """Proposes the answer's tokens but for every eleventh."""
 
     def __init__(self, speculation: Speculation) -> None:
         (self.k,) = map(int, speculation.options.values())
@@ -55,7 +55,8 @@ class DraftModel(Drafter):
 
     def draft(self, request: KnownRequest, length: int) -> list[int]:
         places = range(length + 1, min(length + 1 + self.k, len(request.tokens)))
-        return [request.tokens[place] if place % 3 else -1 for place in places]
+        right = [request.tokens[place] if place % 11 else -1 for place in places]
+        return [*right, *[-1] * (self.k - len(right))]
 
 
 class RecordedServer:
@@ -90,10 +91,19 @@ class RecordedServer:
         return shown[path] if path in shown else self.reply(path, {})
 
     def parts(self, body: dict[str, Any], reply: Any) -> list[dict[str, Any]] | None:
-        """A reply that is streamed, by token; None for another."""
+        """A reply that is streamed, by token, with the sums so far where they are asked for; None for another. A token
+        that ends inside a character is not streamed.
+        """
         if not body.get("stream"):
             return None
         parts = [{"tokens": [token], "stop": False} for token in reply["tokens"]]
+        if body.get("timings_per_token"):
+            rounds = [(0, 0), *(self.replayed.drafts if len(parts) > 1 else ()), *[(0, 0)] * len(parts)]
+            passes = (number for number, (_, accepted) in enumerate(rounds) for _ in range(accepted + 1))
+            for place, (part, number) in enumerate(zip(parts, passes, strict=False), start=1):
+                drafted, accepted = map(sum, zip(*rounds[: number + 1], strict=True))
+                part["timings"] = {"predicted_n": place, "draft_n": drafted, "draft_n_accepted": accepted}
+            parts = [part for part in parts if part["tokens"][0] % 10 or len(parts) == 1]
         return [*parts, reply | {"tokens": [], "stop": True}]
 
     def reply(self, path: str, body: dict[str, Any]) -> Any:
@@ -108,14 +118,15 @@ class RecordedServer:
             case "/detokenize":
                 return {"content": " ".join(map(str, body["tokens"]))}
         assert path == "/completion" and body["temperature"] == 0.0
-        assert ("id_slot" in body) == (self.slots == 1 and not body.get("stream"))
+        assert ("id_slot" in body) == (self.slots == 1 and body.get("stream") == body.get("timings_per_token"))
         limit = body["n_predict"]
         if "logit_bias" in body:
             token = body["logit_bias"][0][0]
             drafted = limit - 2 if self.drafter is not None else 0
             return _reply([token] * limit, drafted, drafted, False)
-        known = next(one for one in self.recorded if one["prompt_tokens"] == body["prompt"])
-        tokens, is_ended = known["tokens"][:limit], known["is_ended"] and limit >= len(known["tokens"])
+        known = next(row for row in self.recorded if is_begun_by(body["prompt"], row["prompt_tokens"]))
+        following = known["tokens"][len(body["prompt"]) - len(known["prompt_tokens"]) :]
+        tokens, is_ended = following[:limit], known["is_ended"] and limit >= len(following)
         if limit == 1:
             return _reply(tokens, 0, 0, False)
         answer = self.answered(Served.of(body["prompt"], tokens, limit, is_ended=is_ended))
@@ -140,11 +151,15 @@ class RecordedServer:
         return answer.model_copy(update={"verified_nodes": drafted, "accepted_lengths": [accepted]})
 
 
+def is_begun_by(tokens: list[int], others: list[int]) -> bool:
+    return tokens[: len(others)] == others
+
+
 def _reply(tokens: list[int], drafted: int, accepted: int, is_ended: bool) -> dict[str, Any]:
     """Each pass takes a step, and a fiftieth of one for each draft token."""
     ms = STEP_MS * (max(0, len(tokens) - accepted - 1) + 0.02 * drafted)
     counts = {"draft_n": drafted, "draft_n_accepted": accepted} if drafted else {}
-    timings = {"predicted_ms": ms, "prompt_ms": STEP_MS, **counts}
+    timings = {"predicted_ms": ms, "predicted_n": len(tokens), "prompt_ms": STEP_MS, **counts}
     return {"tokens": tokens, "stop_type": "eos" if is_ended else "limit", "timings": timings}
 
 
@@ -189,6 +204,10 @@ def serve(arguments: list[str], kind: type[RecordedServer] = RecordedServer) -> 
         sys.exit("error: invalid argument: --bogus")
     if "--lacks-second" in arguments and any(name in " ".join(arguments) for name in ("ngram-simple", "suffix")):
         sys.exit("error: no such type")
+    if "--lacks-drafts" in arguments and any("draft" in word and "--lacks" not in word for word in arguments):
+        sys.exit("error: the head is of another model")
+    if "--old" in arguments and (counting := "--per-request-spec-decode-metrics") in arguments:
+        sys.exit(f"vllm: error: unrecognized arguments: {counting} detailed")
     http_server(arguments, kind).serve_forever()
 
 

@@ -18,7 +18,7 @@ from autotune.documents.speculation import Speculation
 from autotune.engines.served import Served
 from autotune.engines.vllm import CHAT, COMPLETIONS
 from autotune.workloads.pixels import load_image
-from tests.engines.recorded_llama import CONTEXT, RecordedServer, pixels_key, record, serve, text_prompts
+from tests.engines.recorded_llama import CONTEXT, RecordedServer, is_begun_by, pixels_key, record, serve, text_prompts
 
 TRANSCRIPT = Path(__file__).with_name("vllm_transcript.json")
 IMAGE_TRANSCRIPT = Path(__file__).with_name("image_transcript.json")
@@ -30,7 +30,7 @@ class RecordedVllm(RecordedServer):
     generated = 0
 
     def speculation(self, given: dict[str, str]) -> Speculation | None:
-        self.alias = given["--served-model-name"]
+        self.alias, self.is_counted = given["--served-model-name"], "--per-request-spec-decode-metrics" in given
         options = json.loads(given.get("--speculative-config", "{}"))
         method, model = options.pop("method", None), options.pop("model", "")
         return Speculation(type=method, options=options, model=model) if method else None
@@ -57,8 +57,9 @@ class RecordedVllm(RecordedServer):
         prompt = body.get("prompt", known["prompt_tokens"])
         every = [*known["tokens"], *known["beyond"]]
         done = len(prompt) - len(known["prompt_tokens"])
-        if body.get("ignore_eos"):
-            return self.passes(Served.of(prompt, every[done : done + limit], limit))
+        if body.get("ignore_eos") or done:
+            following = every[done:]
+            return self.passes(Served.of(prompt, following[:limit], limit, beyond=following[limit:]))
         tokens = known["tokens"][:limit]
         is_ended = known.get("is_ended", False)
         answer = Served.of(prompt, tokens, limit, beyond=every[len(tokens) :], is_ended=is_ended)
@@ -68,8 +69,7 @@ class RecordedVllm(RecordedServer):
         """The prompt of a transcript that a request gives by its tokens, or by its text and image."""
         if "messages" not in body:
             given = body["prompt"]
-            rows = (one for one in self.recorded if given[: len(one["prompt_tokens"])] == one["prompt_tokens"])
-            return next(rows)
+            return next(row for row in self.recorded if is_begun_by(given, row["prompt_tokens"]))
         content = body["messages"][-1]["content"]
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         text = "".join(part["text"] for part in parts if part["type"] == "text")
@@ -90,11 +90,28 @@ class RecordedVllm(RecordedServer):
         return parts
 
     def parts(self, body: dict[str, Any], reply: Any) -> list[dict[str, Any]] | None:
-        """A chat's first part has the role, and no tokens."""
+        """A chat's first part has the role and no tokens, and the last part the usage, with the counts of a server that
+        has them.
+        """
         if not body.get("stream"):
             return None
+        assert body["stream_options"] == {"include_usage": True}
         first = [{"delta": {"role": "assistant"}, "finish_reason": None}] if "messages" in body else []
-        return [{"choices": [part]} for part in (*first, *({"delta": {}} | part for part in reply))]
+        last = {"choices": [], "usage": {}} | (
+            {"metrics": {"speculative_decoding": self.metrics()}} if self.is_counted else {}
+        )
+        return [*({"choices": [part]} for part in (*first, *({"delta": {}} | part for part in reply))), last]
+
+    def metrics(self) -> dict[str, Any]:
+        """Counts of the last request; with ``--lies`` of one with more tokens."""
+        drafts = self.replayed.drafts + ([(5, 5)] * 9 if "--lies" in self.switches else [])
+        drafted, accepted = ([row[index] for row in drafts] for index in (0, 1))
+        sums = {
+            "num_spec_steps": len(drafts),
+            "num_draft_tokens": sum(drafted),
+            "num_accepted_draft_tokens": sum(accepted),
+        }
+        return sums | ({"per_step_drafted": drafted, "per_step_accepted": accepted} if drafts else {})
 
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from autotune.documents.speculation import OPTIONS, Speculation
-from autotune.engines.engine import CHAINS, SELF_TEST, EngineBackend
+from autotune.documents.speculation import DEEPEST, OPTIONS, Speculation
+from autotune.engines.contract import counts_of
+from autotune.engines.engine import SELF_TEST, EngineBackend
 from autotune.engines.llama_cpp import LlamaBackend
 from autotune.engines.process import running
 from autotune.engines.vllm import VllmBackend, vllm_arguments
@@ -26,7 +27,7 @@ from autotune.search.backends import found_engines
 from autotune.workloads.pixels import Video
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
 from tests.engines.conftest import llama, vllm
-from tests.engines.recorded_llama import LIMIT, PROMPTS
+from tests.engines.recorded_llama import LIMIT, PROMPTS, DraftModel
 
 ENGINES = pytest.mark.parametrize("start", [llama, vllm])
 Start = Callable[..., EngineBackend]
@@ -38,6 +39,12 @@ IMAGE = Image.new("RGB", (8, 8))
 def draft_of(config: dict[str, Any]) -> dict[str, Any]:
     """Options of a draft model with a config."""
     return {"draft": "draft", "file": ("draft/config.json", json.dumps(config).encode())}
+
+
+def write_draft(folder: Path, architecture: str) -> None:
+    """``draft.gguf``, of which only the architecture is read."""
+    key, value = b"general.architecture", architecture.encode()
+    (folder / "draft.gguf").write_bytes(b"GGUF" + key + struct.pack("<IQ", 8, len(value)) + value + b"more")
 
 
 def records(folder: Path) -> list[str]:
@@ -105,29 +112,75 @@ def test_a_type_that_the_build_lacks_is_left_out(folder: Path, prompts: list[Wor
 
 
 @pytest.mark.parametrize(
-    ("architecture", "kind"), [("llama", "draft-simple"), ("eagle3", "draft-eagle3"), ("", "eagle3")]
+    ("architecture", "kind", "switch"),
+    [
+        ("llama", "draft-simple", ""),
+        ("eagle3", "draft-eagle3", ""),
+        ("dflash", "draft-dflash", ""),
+        ("", "eagle3", ""),
+        ("", "eagle3", "--old"),
+    ],
 )
-def test_the_chains_of_a_draft_model_are_measured(
-    folder: Path, prompts: list[WorkloadPrompt], architecture: str, kind: str
+def test_every_depth_of_a_chain_is_replayed_from_one_recording(
+    folder: Path, prompts: list[WorkloadPrompt], architecture: str, kind: str, switch: str
 ) -> None:
-    key, value = b"general.architecture", architecture.encode()
-    (folder / "draft.gguf").write_bytes(b"GGUF" + key + struct.pack("<IQ", 8, len(value)) + value + b"more")
-    backend = llama(folder, draft="draft.gguf") if architecture else vllm(folder, draft="draft")
-    chains = [one for one in backend.configurations() if one.type == kind]
-    assert [list(one.options.values()) for one in chains] == [[k] for k in CHAINS]
+    """Exactly, because the draft reads the text alone; also from a build whose replies have no counts."""
+    write_draft(folder, architecture)
+    backend = llama(folder, draft="draft.gguf") if architecture else vllm(folder, switch, draft="draft")
+    prompts = prompts[: 4 if switch else None]
+    chains = [chain for chain in backend.configurations() if chain.type == kind]
+    assert [chain.depth for chain in chains] == list(range(1, DEEPEST + 1))
     recorded = backend.record(prompts)
-    backend.record(prompts)
-    assert len(records(folder)) == (1 + len(CHAINS)) * len(prompts), "all answers are recorded once"
-    prices, plain_ms = backend.price(recorded), backend.price(recorded).ms(backend.replay(None, recorded))
-    for one in chains:
-        with backend.arm(one) as arm:
-            found = [arm.decode(prompt) for prompt in prompts]
-        counts = [(answer.rounds, answer.verified_nodes, answer.accepted_tokens) for answer in found]
-        assert counts == list(backend.replay(one, recorded).counts) and not arm.keeps_state, one.label
-        assert prices.ms(backend.replay(one, recorded)).shape == plain_ms.shape
+    assert len(records(folder)) == 2 * len(prompts)
+    assert backend.record(prompts).chains == recorded.chains and len(records(folder)) == 2 * len(prompts)
+    prices = backend.price(recorded)
+    assert kind not in prices.left_out
+    for chain in chains if not switch else chains[::3]:
+        with backend.arm(chain) as arm:
+            counts = [counts_of(arm.decode(prompt)) for prompt in prompts]
+        assert counts == list(backend.replay(chain, recorded).counts) and not arm.keeps_state, chain.label
+        assert prices.ms(backend.replay(chain, recorded)).shape == (len(prompts),)
     few = backend.record(prompts, until=time.monotonic())
-    assert len(few.answers) == 4 == len(few.chains[chains[0].key])
-    assert backend.deploy(chains[0]).speculation.model.endswith("draft" if kind == "eagle3" else "draft.gguf")
+    assert len(few.answers) == 4 == len(few.chains[kind])
+    deployed = backend.deploy(chains[0]).speculation
+    assert deployed is not None and deployed.model.endswith("draft.gguf" if architecture else "draft")
+
+
+def test_a_draft_costs_time_that_is_linear_in_its_tokens(folder: Path, prompts: list[WorkloadPrompt]) -> None:
+    """The stand-in takes a fiftieth of a step for each draft token, and nothing more for a draft."""
+    write_draft(folder, "llama")
+    backend = llama(folder, draft="draft.gguf")
+    recorded = backend.record(prompts)
+    prices = backend.price(recorded)
+    for chain in backend.heads["draft-simple"], *backend.configurations()[-6:-1:2]:
+        with backend.arm(chain) as arm:
+            spent = sum(arm.decode(prompt).decode_ms for prompt in prompts)
+        assert prices.ms(backend.replay(chain, recorded)).sum() == pytest.approx(spent, rel=0.02)
+
+
+def test_a_head_that_the_build_refuses_is_left_out_and_what_was_recorded_stays(
+    folder: Path, prompts: list[WorkloadPrompt], capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend = vllm(folder, "--lacks-drafts", draft="draft")
+    recorded = backend.record(prompts)
+    assert len(records(folder)) == len(prompts) and "draft      eagle3 is left out: " in capsys.readouterr().err
+    prices = backend.price(recorded)
+    assert list(prices.left_out) == ["eagle3"] and "the head is of another model" in prices.left_out["eagle3"]
+
+
+def test_a_chain_whose_short_drafts_differ_from_the_recording_is_left_out(
+    folder: Path, prompts: list[WorkloadPrompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_draft(folder, "llama")
+    backend = llama(folder, draft="draft.gguf")
+    recorded = backend.record(prompts)
+    monkeypatch.setattr(DraftModel, "draft", lambda *_: [-1])
+    assert "drafts otherwise than at depth 8" in backend.price(recorded).left_out["draft-simple"]
+
+
+def test_counts_that_contradict_the_tokens_are_refused(folder: Path, prompts: list[WorkloadPrompt]) -> None:
+    recorded = vllm(folder, "--lies", draft="draft").record(prompts)
+    assert "counts 9 verifications that accepted 45; start a vLLM of" in recorded.left_out["eagle3"]
 
 
 @ENGINES
@@ -266,5 +319,6 @@ def test_the_real_server_drafts_as_the_replay_says(
     recorded = backend.record(prompts)
     assert not backend.price(recorded).left_out and len(prompts) <= SELF_TEST
     # Its own draft is right but for rounding, and two tokens come of a verification.
-    rounds, drafted, accepted = map(sum, zip(*backend.replay(backend.chains[0], recorded).counts, strict=True))
+    first = backend.heads["draft-simple"].at_depth(1)
+    rounds, drafted, accepted = map(sum, zip(*backend.replay(first, recorded).counts, strict=True))
     assert drafted == rounds and accepted > 0.9 * drafted

@@ -25,9 +25,9 @@ METRICS = "vllm:generation_tokens_total 5.0\n"
 PART = {"token_ids": [1, 2], "finish_reason": "length"}
 
 
-def streamed(part: Any) -> str:
-    """A reply of one part, as it is streamed."""
-    return f"data: {json.dumps(part)}\n\ndata: [DONE]\n\n"
+def streamed(*parts: Any) -> str:
+    """A reply in parts, as it is streamed."""
+    return "".join(f"data: {json.dumps(part)}\n\n" for part in parts) + "data: [DONE]\n\n"
 
 
 REPLIES: dict[str, Any] = {
@@ -99,6 +99,15 @@ def ask_llama(replies: dict[str, Any]) -> list[int]:
         return server.ask(PROMPT).tokens
 
 
+def ask_counted(replies: dict[str, Any]) -> list[int]:
+    """Ask a vLLM whose replies have counts; ``counts`` in place of those that fit."""
+    counts = COUNTS | replies.get("counts", {})
+    last = {"choices": [], "usage": {}, "metrics": {"speculative_decoding": counts}}
+    with serving(REPLIES | {"/v1/completions": streamed({"choices": [PART]}, last)}) as url:
+        return list(VllmServer(url).verified([5]).counts)
+
+
+COUNTS = {"num_spec_steps": 1, "num_draft_tokens": 3, "per_step_drafted": [3], "per_step_accepted": [1]}
 CUT = b"HTTP/1.0 200 OK\r\nContent-Length: 99\r\n\r\n{}"
 NO_JSON = (
     "[1]",
@@ -177,11 +186,17 @@ BROKEN |= {
     ),
 }
 CASES = [(ask, path, reply) for path, replies in BROKEN.items() for reply in replies]
+CASES += [
+    (ask_counted, "counts", {name: value})
+    for name in COUNTS
+    for value in (None, "1", 2, -1, True, [2], ["3"], [-1], [3, 3], [4], {"a": 1})
+    if value != COUNTS[name] and (name, value) != ("per_step_accepted", [2])
+]
 CASES += [(ask_llama, path, reply) for path, replies in LLAMA_BROKEN.items() for reply in replies]
 
 
 def test_what_no_engine_replies_is_one_line_with_the_address_and_the_rule() -> None:
-    assert ask_llama({}) == ask({}) == [1, 2]
+    assert ask_llama({}) == ask({}) == [1, 2] and ask_counted({}) == [1, 3, 1]
     for send, path, reply in CASES:
         with pytest.raises(UserError, match=r"http://127.0.0.1:\d+.*; .+") as caught:
             send({path: reply})

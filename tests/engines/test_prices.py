@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from autotune.documents.deployment import PricedStep
 from autotune.documents.speculation import OPTIONS, Speculation
-from autotune.engines.prices import ALONE, EnginePrices, served_prices
-from autotune.engines.replay import ChainSteps, EngineSteps, RequestReplay
+from autotune.engines.prices import ALONE, EnginePrices, served_prices, with_draft
+from autotune.engines.replay import EngineSteps, RequestReplay
 from autotune.engines.served import Served
 
 
@@ -28,13 +29,23 @@ def test_times_are_interpolated_between_those_that_were_priced() -> None:
 
 
 def test_times_of_a_configuration_are_those_of_the_plain_answers() -> None:
-    """A draft model's chain takes the time that its server took; a prompt that it did not decode, that of others."""
+    """A chain's own answer may have another length; a prompt that its server did not decode takes others' time."""
     prices = EnginePrices(priced({1: 10.0, 3: 20.0}).priced, factors=ALONE | {"plain": 0.5})
     assert prices.ms(EngineSteps(None, [request(8, 0, 8)], [8])).tolist() == [0.5 * 80.0]
     ngram = Speculation(type="ngram", options=OPTIONS["ngram"])
     assert prices.ms(EngineSteps(ngram, [request(2, 2, 4)], [4])).tolist() == [20.0 + 40.0]
-    answer = Served.of([1], [2] * 5, 5, decode_ms=12.0)
-    assert prices.ms(ChainSteps([answer], [4, 8])).tolist() == [12.0, 24.0]
+    chain = Speculation(type="mtp", options=OPTIONS["mtp"])
+    drafting = replace(prices, drafts={"mtp": {1: 1.0, 5: 5.0}})
+    assert drafting.ms(EngineSteps(chain, [request(2, 2, 4)], [8, 2])).tolist() == [2 * 64.0, 0.5 * 64.0]
+
+
+def test_the_time_of_a_draft_is_what_servers_of_two_depths_took_beside_their_passes() -> None:
+    chain, pairs = Speculation(type="mtp", options=OPTIONS["mtp"]), {}
+    for drafted, extra_ms in ((1, 3.0), (8, 10.0)):
+        replayed = RequestReplay([(drafted, 0)] * 5, Counter({(3, 0): 5}), 5)
+        times = [5 * (20.0 + extra_ms)] * 3 + [1000.0]  # the last one was disturbed
+        pairs[drafted] = [(Served.of([1], [2] * 11, 11, decode_ms=2 * ms), replayed) for ms in times]
+    assert with_draft(priced({1: 10.0, 3: 20.0}), chain, pairs).drafts == {"mtp": {1: 3.0, 8: 10.0}}
 
 
 @pytest.mark.parametrize("has_one_loop", [True, False])
