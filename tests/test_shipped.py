@@ -55,6 +55,7 @@ def test_wheel_is_complete() -> None:
     builders = pytest.importorskip("hatchling.builders.wheel")
     files = {file.distribution_path for file in builders.WheelBuilder(str(ROOT)).recurse_included_files()}
     assert {"autotune/cli/main.py", "autotune/report/page.html", "autotune/report/page.css"} <= files
+    assert "autotune/engines/templates/k8s.yaml" in files
     assert {f"autotune/_data/search_spaces/{name}.yaml" for name in ("quick", "full")} <= files
     assert "autotune/_data/drafts/digits/star/model.safetensors" in files
     prompts = {path.relative_to(ROOT).as_posix() for path in (ROOT / "autotune/workloads/prompts").rglob("*.*")}

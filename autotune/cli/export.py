@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 import click
@@ -10,28 +9,51 @@ import click
 from autotune.cli import options
 from autotune.cli.verb import Verb
 
+FORMATS = ("command", "vllm-yaml", "llama-ini", "generation-config", "sglang-json", "sglang-by-load", "k8s")
+"""Those of ``engines.formats``, which takes longer to import."""
 
-@click.command(cls=Verb, short_help="Print the command that serves a profile.")
+
+@click.command(cls=Verb, short_help="Print the command that serves a profile, or write a file for an engine.")
 @click.argument("profile", type=click.Path(path_type=Path))
+@click.option(
+    "--as",
+    "form",
+    type=click.Choice(FORMATS),
+    default="command",
+    show_default=True,
+    help="What is written: the command, or a file of vLLM, llama.cpp, transformers' generate, SGLang or Kubernetes.",
+)
 @click.option(
     "--draft-tokens",
     type=click.IntRange(min=1, max=1024),
     default=None,
     help="Length of the chain.  [default: that of the profile's chain]",
 )
-@options.output("exports/vllm", "Folder for models that vLLM does not load as they are.")
-def command(profile: Path, draft_tokens: int | None, output: Path) -> None:
+@click.option(
+    "--models",
+    type=click.Path(path_type=Path),
+    default=Path("exports/vllm"),
+    show_default=True,
+    help="Folder for models that vLLM does not load as they are.",
+)
+@options.output(None, "File to write.  [default: standard output]")
+def command(profile: Path, form: str, draft_tokens: int | None, models: Path, output: Path | None) -> None:
     """Print the command that starts an engine with a profile: the engine of the profile, or vLLM with the draft and the
-    chain of a profile of this runtime. Models that vLLM does not load as they are get written.
+    chain of a profile of this runtime. Models that vLLM does not load as they are get written. ``--as`` writes a file
+    that an engine reads in place of the command.
     """
     from autotune.cli.preflight import require_profile
+    from autotune.console import Console
+    from autotune.engines.formats import Export, text_of
+    from autotune.files import write_bytes
+    from autotune.study.outputs import require_replaceable
 
     document = require_profile(profile)
-    if document.point.deployment is not None:
-        words = document.point.deployment.command
+    if output is not None:
+        require_replaceable(output, "-o")
+    text = text_of(form, Export(document, Console(), draft_tokens, models))
+    if output is None:
+        click.echo(text, nl=False)
     else:
-        from autotune.console import Console
-        from autotune.engines.runtime_export import vllm_command
-
-        words = vllm_command(document, Console(), draft_tokens=draft_tokens, output=output)
-    click.echo(shlex.join(words))
+        write_bytes(output, text.encode())
+        click.echo(output)

@@ -28,7 +28,7 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 ENGINES = "engines"
 BACKENDS_OF = {
-    **dict.fromkeys(("device", "dtype", "bench draft", "export draft_tokens", "export output"), RUNTIME),
+    **dict.fromkeys(("device", "dtype", "bench draft", "export draft_tokens", "export models"), RUNTIME),
     **dict.fromkeys(("report study", "report storage", "report workload"), RUNTIME),
     **dict.fromkeys(("serve max_waiting", "serve max_model_len", "serve drain_s"), RUNTIME),
     "serve chat_template_kwargs": RUNTIME,  # an engine takes them from each request

@@ -13,6 +13,8 @@ from autotune.errors import UserError
 class DraftKind:
     """A kind of draft."""
 
+    is_model: bool = False
+    """Whether it is a complete model, as transformers' ``generate`` takes one for its ``assistant_model``."""
     is_target_layer: bool = False
     """Whether it is one layer of the target's type after a projection, which vLLM runs as a head of MiMo."""
     is_trained: bool = False
@@ -26,7 +28,7 @@ class DraftKind:
 
 
 KINDS: dict[str, DraftKind] = {
-    "independent": DraftKind(),
+    "independent": DraftKind(is_model=True),
     "eagle3": DraftKind(is_trained=True, is_unrolled=True),
     "star": DraftKind(is_trained=True),
     "dream": DraftKind(is_trained=True),
@@ -36,6 +38,7 @@ KINDS: dict[str, DraftKind] = {
     "retrieval": DraftKind(token_draft="autotune.drafters.retrieval:RetrievalDraft"),
 }
 TRAINED = tuple(name for name, kind in KINDS.items() if kind.is_trained)
+WHOLE_MODELS = tuple(name for name, kind in KINDS.items() if kind.is_model)
 TOKEN_DRAFTS = tuple(name for name, kind in KINDS.items() if kind.token_draft is not None)
 """Names of the drafts without files; a folder of such a name is given as ``./retrieval``."""
 

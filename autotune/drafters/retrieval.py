@@ -19,12 +19,11 @@ from autotune.drafters.draft import Proposals
 from autotune.drafters.token_draft import TokenDraft
 from autotune.modeling.prompt import placeholders_of
 from autotune.modeling.target import Target
-from autotune.trees.limits import MAX_RETRIEVED
+from autotune.trees.limits import MAX_MATCH, MAX_RETRIEVED
 from autotune.trees.tree import Ints, Retrieved
 
 FIRST_CAPACITY = 1024  # tokens; doubled when they are in use
 MAX_CANDIDATES = 4096  # positions of a chain that are compared, the most recent ones
-MAX_MATCH = 16  # tokens
 TIMED_PERIOD = 48  # tokens after which the text repeats whose lookups are timed
 _END = -1  # of a chain
 _MULTIPLIER = 6364136223846793005  # Knuth's, of MMIX

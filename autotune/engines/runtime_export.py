@@ -1,4 +1,4 @@
-"""The command that starts vLLM with the draft and the chain of a profile of the runtime. Loads no torch."""
+"""A deployment in vLLM with the draft and the chain of a profile of the runtime. Loads no torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from autotune.console import Console
 from autotune.documents.decoding_profile import DecodingProfile
+from autotune.documents.deployment import Deployment
 from autotune.documents.draft_kinds import TOKEN_DRAFTS
 from autotune.documents.speculation import OPTIONS, Speculation
 from autotune.documents.subnet import Subnet
@@ -17,9 +18,36 @@ from autotune.modeling.loading import bundled_models
 from autotune.trees.chain import ChainPolicy
 
 
-def vllm_command(profile: DecodingProfile, console: Console, *, draft_tokens: int | None, output: Path) -> list[str]:
-    """The command for a profile's point. Models that vLLM does not load as they are get written below ``output`` in a
-    form that it loads.
+def chain_of(profile: DecodingProfile, draft_tokens: int | None, program: str, console: Console) -> ChainPolicy:
+    """The point's chain, or one of ``draft_tokens`` tokens, as another program runs it, which lacks the point's other
+    settings.
+
+    Raises:
+        UserError: the point drafts trees.
+    """
+    draft, tree = profile.point.draft, profile.point.tree
+    chain = tree if draft_tokens is None else ChainPolicy(depth=draft_tokens)
+    if draft is None or not isinstance(chain, ChainPolicy):
+        raise UserError(
+            f"the profile of {profile.target.id} drafts trees, and {program} verifies chains; give the chain's length with --draft-tokens, or "
+            f"let autotune search --backend vllm --set vllm:draft={draft and draft.id} measure it"
+        )
+    differences = {
+        f"speed in {program} was not measured: autotune search --backend vllm measures vLLM's": True,
+        f"the profile's point runs {draft.subnet.label}; {program} runs the full draft": draft.subnet != Subnet(),
+        f"the profile's point is lossy; {program} verifies losslessly": not profile.point.lossless,
+    }
+    for note, is_so in differences.items():
+        if is_so:
+            console.say(f"- {note}")
+    return chain
+
+
+def vllm_deployment(
+    profile: DecodingProfile, console: Console, *, draft_tokens: int | None, models: Path
+) -> Deployment:
+    """The deployment in vLLM of a profile's point. Models that vLLM does not load as they are get written below
+    ``models`` in a form that it loads.
 
     Args:
         profile: located, see ``DecodingProfile.located``.
@@ -28,35 +56,23 @@ def vllm_command(profile: DecodingProfile, console: Console, *, draft_tokens: in
     Raises:
         UserError: the point has no chain, or vLLM does not load the target or draft with its draft.
     """
-    target, draft, tree = profile.target.id, profile.point.draft, profile.point.tree
+    target, draft = profile.target.id, profile.point.draft
     if draft is None or draft.kind in TOKEN_DRAFTS:
         raise UserError(
             f"the profile of {target} decodes without a draft model, so there is nothing to export; tune vLLM's own speculation by autotune "
             "search --backend vllm"
         )
-    depth = tree.depth if draft_tokens is None and isinstance(tree, ChainPolicy) else draft_tokens
-    if depth is None:
-        raise UserError(
-            f"the profile of {target} drafts trees, and vLLM verifies chains; give the chain's length with --draft-tokens, or let autotune "
-            f"search --backend vllm --set vllm:draft={draft.id} measure it"
-        )
+    depth = chain_of(profile, draft_tokens, "vLLM", console).depth
     if (files := find_model_files(target, local_only=False)) is None:
         raise UserError(
             f"{target}: vLLM loads a folder with config.json and safetensors; tune this file in llama.cpp by autotune search --backend "
             "llama.cpp"
         )
-    require_writable(output / CONFIG)
-    kind, path = served_draft(draft.id, target, output)
+    require_writable(models / CONFIG, "--models")
+    kind, path = served_draft(draft.id, target, models)
     (option,) = OPTIONS[kind]
     speculation = Speculation(type=kind, options={option: depth}, model=str(path))
-    served = served_target(files.folder, output)
+    served = served_target(files.folder, models)
     model = str(bundled_models().get(target, target)) if served == files.folder else str(served)
-    differences = {
-        "speed in vLLM was not measured: autotune search --backend vllm measures it": True,
-        f"the profile's point runs {draft.subnet.label}; vLLM runs the full draft": draft.subnet != Subnet(),
-        "the profile's point is lossy; vLLM verifies losslessly": not profile.point.lossless,
-    }
-    for note, is_so in differences.items():
-        if is_so:
-            console.say(f"- {note}")
-    return ["vllm", "serve", model, "--dtype", profile.dtype, *vllm_arguments(speculation)]
+    words = ["vllm", "serve", model, "--dtype", profile.dtype, *vllm_arguments(speculation)]
+    return Deployment(backend="vllm", model=profile.target, command=words, speculation=speculation, build="")

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.replay.trace import Trace
-from autotune.trees.limits import Floats, Ints
-from autotune.trees.priced import GRID, MAX_MATCH, MAX_SURVIVAL, Calibration, identity_curves
+from autotune.trees.limits import MAX_MATCH, Floats, Ints
+from autotune.trees.priced import GRID, MAX_SURVIVAL, Calibration, identity_curves
 
 MAX_DEPTH, MAX_RANK = 8, 8  # children beyond these are not looked at
 NUM_RANKS = 3  # curves of a depth: ranks 0, 1, and the others

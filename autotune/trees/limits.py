@@ -15,4 +15,5 @@ MAX_WIDTH = 256  # nodes of a draft level
 MAX_STEP = 160  # tokens of the largest forward pass
 MAX_LEVEL_STEP = 128  # tokens of the largest forward pass of a draft level; wider levels take several passes
 MAX_LEVELS = 32  # entries of an array indexed by depth
+MAX_MATCH = 16  # tokens of the longest match that retrieval finds, or that is told apart
 MAX_RETRIEVED = 16  # tokens that retrieval proposes as one branch

@@ -30,7 +30,7 @@ from pydantic import Field, model_validator
 from autotune.files import Document
 from autotune.trees.base import ForestBounds, TreePolicy, TreeSize, Tuples
 from autotune.trees.compilation import compiled
-from autotune.trees.limits import MAX_CHILDREN, MAX_DEPTH, MAX_NODES, Floats, Ints
+from autotune.trees.limits import MAX_CHILDREN, MAX_DEPTH, MAX_MATCH, MAX_NODES, Floats, Ints
 from autotune.trees.tree import ROOT, Proposals, Tree, Workspace, add_child, best_first, keep_marked
 from autotune.trees.verification import find_child
 
@@ -50,7 +50,6 @@ GRID_SIZE = len(GRID)
 MAX_SURVIVAL = 0.9995  # of a child: strictly below its parent's
 MAX_LOG_EXPONENT = 0.7  # limit on the online adaptation
 RETRIEVED_RATE = 4.0  # times ``rate``: a request copies or it does not
-MAX_MATCH = 16  # tokens of the longest match that is told apart
 # Share of the mean price of a verified row: nodes worth less are not added, even where padding makes rows free.
 MIN_ROW_SHARE = 0.25
 # Times the level: nodes of less cumulative probability are not expanded, as in ``ForestBounds.floor``.

@@ -382,7 +382,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["check", "profile.json", "--workload", "workload.jsonl", "--junit", "file/junit.xml"],
         r"file/junit\.xml: cannot be written .* with --junit",
     ),
-    "export below a file": (["export", "profile.json", "--draft-tokens", "3", "-o", "file"], r"file/config\.json: cannot be written"),
+    "export below a file": (["export", "profile.json", "--draft-tokens", "3", "--models", "file"], r"file/config\.json: cannot be written"),
     "no probability": (["run", "profile.json", "--prompt", "x", "--top-p", "0"], "top.p"),
     "negative seed": (["run", "profile.json", "--prompt", "x", "--seed", "-3"], "seed"),
     "server for other machines": (["serve", "profile.json", "--host", "0.0.0.0"], "other machines can reach this address, which needs a key"),

@@ -48,7 +48,7 @@ def known_of(profile: Path) -> tuple[Any, ...]:
     assert found.profile is not None and found.study is not None and found.table is not None and found.notes == []
     assert found.study.profile == found.profile.content_hash and found.table.content_hash == found.study.cost_table
     assert {trace.header.workload_sha256 for trace in found.traces} == {found.profile.workload.tune_sha256}
-    command = CliRunner().invoke(main, ["export", str(profile), "-o", "out", "--draft-tokens", "2"])
+    command = CliRunner().invoke(main, ["export", str(profile), "--models", "out", "--draft-tokens", "2"])
     assert command.exit_code == 0 or "without a draft" in command.output, command.output
     traces = sorted(trace.header.file for trace in found.traces)
     return found.profile, found.study, traces, found.candidates, command.output

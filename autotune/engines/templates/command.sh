@@ -1,0 +1,1 @@
+{{ join(export.deployment.command) }}
