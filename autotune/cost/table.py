@@ -55,8 +55,25 @@ class ModelShape(Document):
     """Share of the KV bytes per token in cross-attention blocks, whose KV length includes pruned tokens
     (``Trace.draft_kv_length``).
     """
+    divided_parameters: int = Field(default=0, ge=0)
+    """Text parameters that transformers' plan of tensor parallelism divides among devices; every device reads the
+    others whole. 0 for a draft, which runs on one device, and where transformers has no plan for the model.
+    """
+    kv_heads: int = Field(default=1, ge=1)
+    """Key and value heads of a layer, the smallest number of all layers: a plan gives every device as many of them."""
     block_tokens: Literal[0] = 0
     """Always 0: written by earlier versions, which had drafts of which one forward pass proposed all levels."""
+
+    def why_not_divided(self, num_devices: int) -> str | None:
+        """The reason for which ``num_devices`` cannot share the model, with the next step; None: they can."""
+        if num_devices == 1 or (self.divided_parameters and self.kv_heads % num_devices == 0):
+            return None
+        if not self.divided_parameters:
+            return "has no plan of tensor parallelism in transformers; name one card"
+        numbers = ", ".join(str(n) for n in range(1, self.kv_heads + 1) if self.kv_heads % n == 0)
+        return (
+            f"has {self.kv_heads} key and value heads, which {num_devices} devices do not share; name one of {numbers}"
+        )
 
     @property
     def has_forward_pass(self) -> bool:
@@ -202,10 +219,10 @@ class CostTable(Document, kind="cost-table", version=2, made_by="autotune measur
         architecture and of the same sizes have the same prices, whatever their weights.
 
         Args:
-            device: its name, as in ``Fingerprint``.
+            device: its cards, as in ``Fingerprint``.
         """
         differs = {
-            f"it is of {self.device.name}, not of {device}": self.device.name != device,
+            f"it is of {self.device.cards}, not of {device}": self.device.cards != device,
             f"it is of {self.precision}, not of {precision}": self.precision != precision,
             f"it is of mode {self.mode}, not of {mode}": self.mode != mode,
             f"it has capture sizes {self.capture_sizes}, not {capture_sizes}": self.capture_sizes != capture_sizes,

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autotune.cost.table import ModelShape
 from autotune.documents.execution import EAGER
@@ -26,6 +26,7 @@ from autotune.modeling.grouped_attention import attention_of_steps
 from autotune.modeling.host import select, to_device
 from autotune.modeling.kv_cache import new_cache
 from autotune.modeling.masks import LayerMasks, TreeMasks, by_layer_type
+from autotune.modeling.parallel_plan import divided_parameters
 from autotune.modeling.prompt import Encoded, EncodedPrompt, encode
 from autotune.modeling.quantization import unquantized, weight_bytes
 from autotune.modeling.step import LAST, Evaluated, PackedStep, Step, best_tokens
@@ -87,6 +88,8 @@ class TreeModel(CachedModel):
         text, config, full = self.text, self.text.config, unquantized(self.model)
         layers = sum(parameter.numel() for layer in text_model_of(full).layers for parameter in layer.parameters())
         text_parameters = layers + config.hidden_size * config.vocab_size
+        read = nn.ModuleList([*text_model_of(full).layers, text_model_of(full).head])
+        divided = {id(parameter) for parameter in divided_parameters(full)}
         num_bytes: int | float = self.dtype.itemsize
         if text.quantization is not None:
             num_bytes = sum(map(weight_bytes, (*text.layers, text.head))) / text_parameters
@@ -99,6 +102,8 @@ class TreeModel(CachedModel):
             vision_layers=vision_layers(full),
             kv_bytes_per_token=text.kv_bytes_per_token,
             bytes_per_parameter=num_bytes,
+            divided_parameters=sum(p.numel() for p in read.parameters() if id(p) in divided),
+            kv_heads=min((heads for heads, _ in filter(None, text.kv_shapes)), default=1),
             layer_kernels=24 + 8 * sum("RMSNorm" in type(module).__name__ for module in text.layers[0].modules()),
         )
 

@@ -17,6 +17,7 @@ from autotune.cost.roofline import datasheets, find_limits
 from autotune.cost.table import shipped_tables
 from autotune.documents.deployment import RUNTIME
 from autotune.documents.execution import AUTO, check_capture_sizes
+from autotune.documents.fingerprint import MOST_DEVICES, cards_name, split_cards
 from autotune.documents.option_fields import option_name, setting
 from autotune.documents.search_space import SearchSpace
 from autotune.errors import UserError, nearest
@@ -40,7 +41,7 @@ class SearchSettings(Document):
 
     gpu: str | None = setting(
         None,
-        "Card to tune for, such as h100: measured if this machine has it, else estimated from its cost table or datasheet.",
+        "Card to tune for, such as h100: measured if this machine has it, else estimated from its cost table or datasheet; 4xh100 estimates four cards that share the target.",
     )
     device: str = setting("auto", "Device of this machine: auto (the accelerator, or the CPU), cpu or cuda:N.")
     target: str = setting(
@@ -162,7 +163,9 @@ class SearchSettings(Document):
             workload = workload or default_workload(target)
         is_known = target in PACKAGED or target in bundled_models()
         workload = workload or (default_workload(target) if is_known else ",".join(TEXTS))
-        return {"has_default_drafts": not values.get("drafts"), **values, "drafts": tuple(drafts), "workload": workload}
+        gpu = values.get("gpu") and cards_name(*split_cards(values["gpu"]))  # 1xh100 is h100
+        known = {**values, "gpu": gpu, "drafts": tuple(drafts), "workload": workload}
+        return {"has_default_drafts": not values.get("drafts"), **known}
 
     @property
     def names_backends(self) -> bool:
@@ -264,10 +267,15 @@ def device_for(gpu: str | None, device: str = "auto") -> str | None:
 
 def _require_known(gpu: str) -> None:
     """Refuse a card without a cost table or datasheet."""
-    check_supported(gpu)
+    num_devices, name = split_cards(gpu)
+    check_supported(name)
+    if not 1 <= num_devices <= MOST_DEVICES:
+        raise UserError(
+            f"--gpu {gpu}: takes 1 to {MOST_DEVICES} cards; got {num_devices}; name a number, as in 4x{name}"
+        )
     known = {*shipped_tables(), *datasheets()}
-    if gpu not in known and find_limits(gpu) is None:
+    if name not in known and find_limits(gpu) is None:
         raise UserError(
             f"--gpu {gpu}: neither a card of this machine nor one with a shipped cost table or datasheet; "
-            f"{nearest(gpu, known)}"
+            f"{nearest(name, known)}"
         )
