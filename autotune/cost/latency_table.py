@@ -53,7 +53,7 @@ def _latency(table: CostTable, surface: Surface, shape: ModelShape | None, token
         return "-"
     kv_length = middle_kv_length(table)
     ms = float(surface.latency_ms(np.array([tokens], np.float64), np.array([kv_length], np.float64))[0, 0])
-    limits = None if table.estimated else find_limits(table.device.cards)  # an estimate rests on the limits
+    limits = None if table.estimated else find_limits(table.device.name)  # an estimate rests on the limits
     if limits is None or shape is None or not shape.has_forward_pass:
         return f"{ms:.2f}"
     return f"{ms:.2f} ({percent(device_bound_ms(shape, limits, tokens, kv_length) / ms, 0)})"

@@ -36,19 +36,11 @@ COMPUTE_SLICES = 7
 MEMORY_SLICES = 8
 KV_LENGTHS = (64, 512, 4096)
 REACHED_BANDWIDTH = 0.88  # of the datasheet's
-# Whatever the GPU; fitted by benchmarks/published_speedups.py, eager steps to what papers and others published,
-# captured ones to an H100.
-EAGER_LAYER_MS = 0.9  # the host launches the kernels of a layer; published plain steps lie between 0.25 and 1.55
-KERNEL_MS = 0.0027  # a kernel of a captured step, besides its memory traffic
-LAYERS_OUTSIDE = 2.4  # eager launches outside the layers, as the number of layers that would take as long
 KERNELS_OUTSIDE = 29  # captured kernels outside the layers
-HOST_MS = 0.41  # the host's part of a captured step, which copies its input, replays the graph and awaits the result
-ROUND_MS = 0.18  # a round outside the models, measured on the host of an H100; a level takes an eighth of it
-# Links between devices. NCCL's own model of a small all-reduce in a ring (NVIDIA/nccl, src/graph/tuning.cc, protocol LL).
-REDUCE_MS = 0.0066  # an all-reduce, besides its hops
+# An all-reduce besides its hops, and the latency of a hop in the datasheets: NCCL's own model of a small all-reduce in
+# a ring (NVIDIA/nccl, src/graph/tuning.cc, protocol LL).
+REDUCE_MS = 0.0066
 REACHED_LINK = 0.82  # of a link's bandwidth: 370 of NVLink 4's 450 GB/s (NVIDIA/nccl, issue 1442)
-REDUCES_OF_A_LAYER = 2  # after attention and MLP
-REDUCES_OUTSIDE = 3  # the step's broadcast, the sum of the embeddings and the gathered logits
 REGULARIZATION = 1e-6  # keeps scales at 1 that no measured point depends on
 
 
@@ -63,15 +55,20 @@ class DatasheetLimits(Document, kind="device-limits"):
     memory_gb_per_second: float = Field(gt=0)
     bfloat16_tflops: float = Field(gt=0)
     float32_tflops: float = Field(gt=0)
-    eager_layer_ms: float = Field(default=EAGER_LAYER_MS, gt=0)
-    kernel_ms: float = Field(default=KERNEL_MS, gt=0)
-    host_ms: float = Field(default=HOST_MS, gt=0)
-    layers_outside: float = Field(default=LAYERS_OUTSIDE, ge=0)
-    round_ms: float = Field(default=ROUND_MS, ge=0)
+    # Whatever the GPU; fitted by benchmarks/published_speedups.py, eager steps to what papers and others published,
+    # captured ones to an H100.
+    eager_layer_ms: float = Field(default=0.9, gt=0)
+    """The host launches the kernels of a layer; published plain steps lie between 0.25 and 1.55."""
+    kernel_ms: float = Field(default=0.0027, gt=0)
+    """A kernel of a captured step, besides its memory traffic."""
+    host_ms: float = Field(default=0.41, gt=0)
+    """The host's part of a captured step, which copies its input, replays the graph and awaits the result."""
+    layers_outside: float = Field(default=2.4, ge=0)
+    """Eager launches outside the layers, as the number of layers that would take as long."""
+    round_ms: float = Field(default=0.18, ge=0)
+    """A round outside the models, measured on the host of an H100; a level takes an eighth of it."""
     has_mig: bool = False
     """Whether the device can be split into MIG slices."""
-    link: str = ""
-    """The link to other devices of one machine, and its source."""
     link_gb_per_second: float = Field(gt=0)
     """In one direction."""
     link_hop_ms: float = Field(gt=0)
@@ -152,36 +149,35 @@ def step_parts(
 
 def all_reduce_ms(limits: DatasheetLimits, num_bytes: float) -> float:
     """Time in which the devices sum an array of ``num_bytes`` that each has, in a ring."""
-    hops = 2 * (limits.num_devices - 1)
     sent_ms = num_bytes / limits.num_devices / (REACHED_LINK * limits.link_gb_per_second * 1e6)
-    return REDUCE_MS + hops * (limits.link_hop_ms + sent_ms)
+    return REDUCE_MS + 2 * (limits.num_devices - 1) * (limits.link_hop_ms + sent_ms)
 
 
 def _parts_ms(
     shape: ModelShape, limits: DatasheetLimits, tokens: float, kv_length: float, mode: str
 ) -> tuple[float, float, float, float]:
     """Times of a forward: memory traffic, arithmetic, the host's launches or else the captured kernels with the host's
-    part, and the sums over devices; 0 for a draft without forward passes. A model that no plan divides runs on one
-    device.
+    part, and the sums over devices; 0 for a draft without forward passes.
     """
     if not shape.has_forward_pass:
         return 0.0, 0.0, 0.0, 0.0
-    num_devices = limits.num_devices if shape.divided_parameters else 1
-    parameters = shape.text_parameters - shape.divided_parameters * (1 - 1 / num_devices)
-    read = parameters * shape.bytes_per_parameter + (kv_length + tokens) * shape.kv_bytes_per_token / num_devices
+    whole = shape.text_parameters - shape.divided_parameters
+    read = (whole + shape.divided_parameters / limits.num_devices) * shape.bytes_per_parameter
+    read += (kv_length + tokens) * shape.kv_bytes_per_token / limits.num_devices
     peak, activation_bytes = (
         (limits.float32_tflops, 4) if shape.bytes_per_parameter == 4 else (limits.bfloat16_tflops, 2)
     )
-    reduces = (REDUCES_OF_A_LAYER * shape.num_layers + REDUCES_OUTSIDE) * (num_devices > 1)
+    # A layer sums the outputs of its attention and of its MLP; the step is sent, embeddings summed, logits gathered.
+    num_reduces = 2 * shape.num_layers + 3 if limits.num_devices > 1 else 0
     if mode == EAGER:
         kernels_ms = (shape.num_layers + limits.layers_outside) * limits.eager_layer_ms
     else:
         kernels_ms = (shape.num_layers * shape.layer_kernels + KERNELS_OUTSIDE) * limits.kernel_ms + limits.host_ms
     return (
         read / (REACHED_BANDWIDTH * limits.memory_gb_per_second * 1e6),
-        operations(shape, tokens, kv_length) / num_devices / (peak * 1e9),
+        operations(shape, tokens, kv_length) / limits.num_devices / (peak * 1e9),
         kernels_ms,
-        reduces * all_reduce_ms(limits, tokens * shape.hidden_size * activation_bytes),
+        num_reduces * all_reduce_ms(limits, tokens * shape.hidden_size * activation_bytes),
     )
 
 
@@ -203,8 +199,12 @@ def anchored(limits: DatasheetLimits, measured: Sequence[CostTable], mode: str =
     parts = [(table.target_shape, surface) for table in measured for surface in (table.decode, table.verify)]
     for draft in (draft for table in measured for draft in table.drafts):
         parts += [(draft.shape, surface) for surface in (draft.draft_first, draft.draft_level)]
-    models = [(shape, surface) for shape, surface in parts if shape is not None and shape.has_forward_pass]
-    points = [(shape, point) for shape, surface in models for point in surface.points]
+    points = [
+        (shape, point)
+        for shape, surface in parts
+        if shape is not None and shape.has_forward_pass
+        for point in surface.points
+    ]
     if not points:
         return limits
     latency_ms = np.array([point.latency_ms for _, point in points])
@@ -234,11 +234,12 @@ def anchored(limits: DatasheetLimits, measured: Sequence[CostTable], mode: str =
 
 def _surface(shape: ModelShape, limits: DatasheetLimits, tokens: tuple[int, ...], mode: str) -> Surface:
     """Latencies of forwards."""
-    points = [
-        Point(tokens=n, kv_length=m, samples_ms=[step_ms(shape, limits, n, m, mode)])
-        for n, m in itertools.product(tokens, KV_LENGTHS)
-    ]
-    return Surface(points=points)
+    return Surface(
+        points=[
+            Point(tokens=n, kv_length=m, samples_ms=[step_ms(shape, limits, n, m, mode)])
+            for n, m in itertools.product(tokens, KV_LENGTHS)
+        ]
+    )
 
 
 def _prefill(shape: ModelShape, limits: DatasheetLimits) -> PrefillCost:
@@ -269,6 +270,7 @@ def estimate_table(
     measured: Sequence[CostTable] = (),
 ) -> CostTable:
     """Estimate the cost table of a target and its drafts from the datasheet of a device. Prefills are always eager.
+    Several devices share the target; drafts run on one of them.
 
     Args:
         cards: the devices, which ``find_limits`` knows.
@@ -277,27 +279,26 @@ def estimate_table(
     """
     datasheet = find_limits(cards)
     assert datasheet is not None, f"no datasheet of {cards}"
-    same = [
+    anchors = [
         table
         for table in measured
-        if (table.device.cards, table.precision, table.mode) == (cards, precision, mode)
+        if (table.device.name, table.precision, table.mode) == (cards, precision, mode)
         and (mode == EAGER or table.steps_version == STEPS_VERSION)
+        and (not table.estimated and table.target_shape is not None)
     ]
-    anchors = [table for table in same if not table.estimated and table.target_shape is not None]
     limits = anchored(datasheet, anchors, mode)
+    of_drafts = limits.model_copy(update={"num_devices": 1})
     tokens = capture_sizes or TOKENS
     overhead = Overhead(round_ms=limits.round_ms, level_ms=float(np.round(limits.round_ms / 8, 3)))
-    device = Fingerprint(
-        name=split_cards(cards)[1],
-        kind="cuda",
-        model=limits.model,
-        num_cores=0,
-        memory_bytes=int(limits.memory_gb * 1e9),
-        num_devices=limits.num_devices,
-    )
     return CostTable(
         provenance=stamp(),
-        device=device,
+        device=Fingerprint(
+            name=split_cards(cards)[1],
+            kind="cuda",
+            model=limits.model,
+            num_cores=0,
+            memory_bytes=int(limits.memory_gb * 1e9),
+        ).shared_by(limits.num_devices),
         precision=precision,
         mode=mode,
         steps_version=STEPS_VERSION,
@@ -316,9 +317,9 @@ def estimate_table(
                 vocabulary=subnet.vocabulary,
                 weights=subnet.weights,
                 shape=shape,
-                draft_first=_surface(shape, limits, tokens, mode),
-                draft_level=_surface(shape, limits, tokens, mode),
-                prefill=_prefill(shape, limits),
+                draft_first=_surface(shape, of_drafts, tokens, mode),
+                draft_level=_surface(shape, of_drafts, tokens, mode),
+                prefill=_prefill(shape, of_drafts),
                 overhead=overhead,
             )
             for draft, subnet, shape in drafts

@@ -53,7 +53,7 @@ def _basis(profile: DecodingProfile, path: str, *, is_plain: bool) -> tuple[str,
         prompts = _prompts(workload.num_tune_prompts)
         without = "on that device, without --gpu," if profile.backend == RUNTIME else "without the url"
         return (
-            f"Not measured: estimated for {profile.hardware.title} by {prompts}.",
+            f"Not measured: estimated for {profile.hardware.model} by {prompts}.",
             f"the same search {without} measures it",
         )
     num_prompts, num_deciding = len(evidence.prompts), evidence.num_deciding

@@ -85,7 +85,7 @@ def kv_lengths_of(pool: ModelPool, workload: Workload) -> tuple[int, ...]:
 def show_table(table: CostTable, console: Console) -> None:
     """Show the latency of every surface by number of tokens."""
     threads = "" if table.threads is None else f", {table.threads} thread{'s' * (table.threads > 1)}"
-    console.say(f"{table.device.title}{threads}, {table.precision}, {table.mode}")
+    console.say(f"{table.device.model}{threads}, {table.precision}, {table.mode}")
     console.show(latency_table(table))
     if not table.estimated:
         disturbed = f"the device's speed changed during {table.disturbed_samples} of them"

@@ -202,8 +202,8 @@ def sections_of(sources: Sources, example: DecodedExample | None) -> list[Sectio
 
 def _costs(table: CostTable) -> str:
     """The device and precision of the latencies, and whether a datasheet limits them."""
-    text = f"{table.device.title}, {table.precision}, mode {table.mode}."
-    limits = find_limits(table.device.cards)
+    text = f"{table.device.model}, {table.precision}, mode {table.mode}."
+    limits = find_limits(table.device.name)
     if table.estimated:
         return f"{text} The cost table is estimated from the datasheet, so there is no limit to compare it with."
     if limits is None:

@@ -188,7 +188,7 @@ def provenance_tables(sources: Sources) -> list[Table]:
         models.insert(0, [target.id, "target", target.sha256 or "none"])
     if device := sources.hardware:
         facts |= {
-            "device": f"{device.title} ({device.kind}), {device.num_cores or 'unknown'} cores",
+            "device": f"{device.model} ({device.kind}), {device.num_cores or 'unknown'} cores",
             "memory, driver": f"{device.memory_bytes / 2**30:.1f} GiB, {device.driver or '-'}",
             "fingerprint": device.key,
         }

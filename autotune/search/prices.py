@@ -48,8 +48,11 @@ def table_for_gpu(
     num_devices, name = split_cards(gpu)
     shipped = {path: CostTable.load(path) for path in shipped_tables().get(name, [])}
     shape = pool.target.shape
-    if (reason := shape.why_not_divided(num_devices)) is not None:
-        raise UserError(f"--gpu {gpu}: {target.id} {reason}")
+    if num_devices not in shape.device_numbers:
+        raise UserError(
+            f"--gpu {gpu}: {num_devices} cards cannot share {target.id}; by its key and value heads and transformers' plan "
+            f"of tensor parallelism, these numbers can: {', '.join(map(str, shape.device_numbers))}; name one of them"
+        )
     drafts = [(pool.references[d], subnet, pool.draft(d, subnet).shape) for d, subnet in variants]
     mode = check_mode(mode, pool.target.device, has_states=True) if pool.has_states else mode
     mode = CUDA_GRAPH if mode == AUTO else mode

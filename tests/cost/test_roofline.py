@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from autotune.cost.roofline import (
-    HOST_MS,
     KERNELS_OUTSIDE,
     REACHED_LINK,
     REDUCE_MS,
@@ -108,7 +107,7 @@ def test_captured_forward_passes_are_estimated_at_the_sizes_of_captures() -> Non
     traffic; prefills are eager.
     """
     kernels_ms = (40 + KERNELS_OUTSIDE) * 0.002
-    assert step_ms(SHAPE, LIMITS, 1, 999, CUDA_GRAPH) == pytest.approx(2.001 / 0.88 + kernels_ms + HOST_MS)
+    assert step_ms(SHAPE, LIMITS, 1, 999, CUDA_GRAPH) == pytest.approx(2.001 / 0.88 + kernels_ms + LIMITS.host_ms)
     eager = estimated(SHAPE, SHAPE)
     captured = estimated(SHAPE, SHAPE, mode=CUDA_GRAPH, capture_sizes=(1, 8, 160))
     assert (eager.mode, captured.mode, captured.capture_sizes) == ("eager", "cuda-graph", (1, 8, 160))
@@ -257,7 +256,8 @@ LARGE_TARGET = ModelShape(
     kv_bytes_per_token=327_680,
     bytes_per_parameter=2,
     divided_parameters=71_459_176_448,
-    kv_heads=8,
+    embedding_parameters=1_245_708_288,
+    most_devices=8,
 )
 NUMBERS = (1, 2, 4, 8)
 
@@ -305,7 +305,7 @@ def test_more_devices_read_and_multiply_less_and_sum_longer(tokens: int, name: s
 
 def test_a_small_target_is_slower_on_eight_devices() -> None:
     """SmolLM2-135M reads its weights in a tenth of a millisecond, and waits for 63 sums; a 72B is faster on eight."""
-    known = {"vision_parameters": 0, "bytes_per_parameter": 2, "kv_heads": 8}
+    known = {"vision_parameters": 0, "bytes_per_parameter": 2, "most_devices": 8}
     small = ModelShape(
         num_layers=30,
         hidden_size=576,
@@ -319,15 +319,17 @@ def test_a_small_target_is_slower_on_eight_devices() -> None:
 
 
 def test_a_table_of_four_devices_divides_the_target_and_not_the_drafts() -> None:
-    one, four = (estimated(SHAPE, LARGE_TARGET, cards, mode=CUDA_GRAPH) for cards in ("h100", "4xh100"))
-    assert (four.device.name, four.device.num_devices, four.device.cards) == ("h100", 4, "4xh100")
-    assert four.device.key == f"cuda/4 x {one.device.model}/0" and one.device.key == f"cuda/{one.device.model}/0"
+    """An independent draft too, which transformers could divide."""
+    draft = LARGE_TARGET.model_copy(update={"num_layers": 2})
+    one, four = (estimated(draft, LARGE_TARGET, cards, mode=CUDA_GRAPH) for cards in ("h100", "4xh100"))
+    assert (four.device.name, four.device.key) == ("4xh100", f"cuda/4x{one.device.model}/0")
+    assert one.device.shared_by(1) == one.device and one.device.shared_by(4) == four.device
     assert four.drafts == one.drafts
     target, limits = LARGE_TARGET, find_limits("4xh100")
     for point in four.verify.points:
         assert point.latency_ms == step_ms(target, limits, point.tokens, point.kv_length, CUDA_GRAPH)
     measured = one.model_copy(update={"estimated": False})
-    assert estimated(SHAPE, LARGE_TARGET, "4xh100", mode=CUDA_GRAPH, measured=[measured]).num_anchors == 0
+    assert estimated(draft, LARGE_TARGET, "4xh100", mode=CUDA_GRAPH, measured=[measured]).num_anchors == 0
     of_four = {"precision": "bfloat16", "mode": CUDA_GRAPH, "capture_sizes": ()}
     assert one.why_not_of("4xh100", TARGET, LARGE_TARGET, [], **of_four) == "it is of h100, not of 4xh100"
     assert four.why_not_of("8xh100", TARGET, LARGE_TARGET, [], **of_four) == "it is of 4xh100, not of 8xh100"
@@ -339,15 +341,16 @@ def test_cards_without_limits(cards: str) -> None:
     assert find_limits(cards) is None
 
 
-@pytest.mark.parametrize(
-    ("num_devices", "changes", "reason"),
-    [
-        (1, {"divided_parameters": 0}, None),
-        (8, {}, None),
-        (3, {}, "has 8 key and value heads, which 3 devices do not share; name one of 1, 2, 4, 8"),
-        (16, {}, "has 8 key and value heads, which 16 devices do not share; name one of 1, 2, 4, 8"),
-        (2, {"divided_parameters": 0}, "has no plan of tensor parallelism in transformers; name one card"),
-    ],
-)
-def test_devices_must_divide_the_heads(num_devices: int, changes: dict[str, int], reason: str | None) -> None:
-    assert LARGE_TARGET.model_copy(update=changes).why_not_divided(num_devices) == reason
+def test_devices_share_heads_and_memory() -> None:
+    """A 72B in bfloat16 with its vision tower: 145.4 GB are divided, 1.4 GB are whole on each device."""
+    assert LARGE_TARGET.device_numbers == [1, 2, 4, 8]
+    assert LARGE_TARGET.model_copy(update={"most_devices": 1}).device_numbers == [1]
+    divided, whole, kv_bytes = 2 * (71_459_176_448 + 1_245_708_288), 2 * (1_310_720 + 704_573_696), 1000 * 327_680
+    for number in LARGE_TARGET.device_numbers:
+        assert LARGE_TARGET.bytes_on_each(number, 1000) == pytest.approx(whole + (divided + kv_bytes) / number)
+    text = LARGE_TARGET.cards_needed("slates", 80e9)
+    assert (
+        text
+        == "cards of slates that hold the target, by tokens of context: 4 with 4,096, 4 with 32,768, 4 with 131,072"
+    )
+    assert LARGE_TARGET.cards_needed("slates", 20e9).endswith("none with 4,096, none with 32,768, none with 131,072")
