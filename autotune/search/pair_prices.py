@@ -49,8 +49,8 @@ def price_pair(settings: SearchSettings, console: Console) -> CostTable:
     needed_gb = (shape.bytes_on_each(limits.num_devices, KV_LENGTH) + pool.draft_bytes) / 1e9
     if needed_gb > USABLE_MEMORY * limits.memory_gb:
         console.say(
-            f"the weights take {needed_gb:.0f} GB with keys and values of {KV_LENGTH:,} tokens, and {settings.gpu} has "
-            f"{limits.memory_gb:.0f} GB: they do not fit on one"
+            f"the weights and {KV_LENGTH:,} tokens take {needed_gb:.0f} GB of the card with the drafts, and a card of "
+            f"{card} has {limits.memory_gb:.0f} GB: they do not fit on one"
         )
     console.say(shape.cards_needed(limits.model, 1e9 * limits.memory_gb))
     console.say(
