@@ -296,7 +296,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "several of an unknown gpu": ([*SEARCH, "--gpu", "4xh1000"], "--gpu 4xh1000: neither a card .*did you mean 'h100'"),
     "several gpus and a draft that is not there": (
         [*SEARCH, "--gpu", "4xh100", "--random-weights", "--draft", "not/there"],
-        "not/there",
+        "not/there: the Hugging Face Hub does not answer",
     ),
     "gpu of doctor that nobody knows": (["doctor", "--gpu", "4xnope"], "--gpu 4xnope: neither a card"),
     "unknown gpu": ([*SEARCH, "--gpu", "h1000"], "--gpu h1000: neither a card .*did you mean 'h100'"),
@@ -413,7 +413,15 @@ def contents(folder: Path) -> dict[Path, int]:
 
 def assert_one_line(stdout: str, stderr: str, message: str) -> None:
     """The mistake is the only line; the command may have said before what it does."""
-    first = ("tuning ", "also here ", "loading the models of ", "measuring ", "checking ", "examining this machine")
+    first = (
+        "tuning ",
+        "pricing ",
+        "also here ",
+        "loading the models of ",
+        "measuring ",
+        "checking ",
+        "examining this machine",
+    )
     lines = [line for line in stderr.splitlines() if not line.startswith(first)]
     assert stdout == "" and len(lines) == 1 and lines[0].startswith("autotune: "), stderr
     assert re.search(message, lines[0]), stderr
