@@ -292,11 +292,10 @@ def published_values(_: Samples) -> Samples:
     """Estimates from datasheets against speedups that papers published; nothing is timed."""
     import numpy as np
 
-    from autotune.cost import roofline
     from benchmarks import published_speedups
 
     pairs, inputs = published_speedups.load()
-    estimates = published_speedups.predictions(pairs, inputs, roofline.LAYERS_OUTSIDE)
+    estimates = published_speedups.predictions(pairs, inputs, published_speedups.CONSTANTS.layers_outside)
     frame = pairs.assign(size=np.abs(estimates / pairs.speedup - 1))
     groups = frame.groupby(["paper", "device"], sort=False)["size"]
     papers = [

@@ -2,9 +2,10 @@
 
 ``published_speedups.csv`` has the pairs of (tokens per round, speedup) with their paper, table and row, and
 ``published_speedups.yaml`` the rule by which rows were taken, the models' shapes, the methods' rounds, and published
-times of eager and captured plain steps. Constants of ``autotune/cost/roofline.py`` are fitted here: ``EAGER_LAYER_MS``
-to the eager steps, ``KERNEL_MS`` and ``HOST_MS`` to captured steps that were measured on an H100, and
-``LAYERS_OUTSIDE`` to the speedups, which are eager, where every paper and page weighs the same. Every paper is also
+times of eager and captured plain steps, on one GPU and on several that share the target. Constants of
+``DatasheetLimits`` (``autotune/cost/roofline.py``) are fitted here: ``eager_layer_ms`` to the eager steps,
+``kernel_ms`` and ``host_ms`` to captured steps that were measured on an H100, and
+``layers_outside`` to the speedups, which are eager, where every paper and page weighs the same. Every paper is also
 predicted with the constant that the others give::
 
     python benchmarks/published_speedups.py
@@ -23,13 +24,13 @@ import numpy as np
 import pandas as pd
 import yaml
 
-from autotune.cost import roofline
-from autotune.cost.roofline import DatasheetLimits, find_limits, step_ms
+from autotune.cost.roofline import KERNELS_OUTSIDE, DatasheetLimits, find_limits, step_ms
 from autotune.cost.table import ModelShape
 from autotune.documents.execution import CUDA_GRAPH
 from autotune.trees.limits import Floats
 
 HERE = Path(__file__).parent
+CONSTANTS = find_limits("h100")  # which every datasheet has
 KV_LENGTH = 1000  # of all pairs: papers do not state the lengths of prompts
 
 
@@ -65,10 +66,12 @@ def shape_of(model: dict[str, int], layers: int | None = None) -> ModelShape:
     num_layers = model["layers"] if layers is None else layers
     hidden, keys = model["hidden"], 2 * model["kv"]
     layer = hidden * (2 * model["q"] + keys + 3 * model["mlp"])
+    text_parameters = num_layers * layer + hidden * model["vocab"]
     return ModelShape(
         num_layers=num_layers,
         hidden_size=hidden,
-        text_parameters=num_layers * layer + hidden * model["vocab"],
+        text_parameters=text_parameters,
+        divided_parameters=text_parameters,
         vision_parameters=0,
         kv_bytes_per_token=2 * num_layers * keys,
         bytes_per_parameter=2,
@@ -114,7 +117,7 @@ def plain_layer_ms(inputs: dict[str, Any]) -> Floats:
         shape = shape_of(inputs["models"][step["model"]])
         launches_aside = find_limits(step["device"]).model_copy(update={"eager_layer_ms": 0.0})
         assert step_ms(shape, launches_aside, 1, KV_LENGTH) < step["ms"], step
-        times.append(step["ms"] / (shape.num_layers + roofline.LAYERS_OUTSIDE))
+        times.append(step["ms"] / (shape.num_layers + CONSTANTS.layers_outside))
     return np.array(times)
 
 
@@ -140,9 +143,9 @@ def fit_captured(inputs: dict[str, Any]) -> tuple[float, float]:
 
     steps = inputs["measured_steps"]
     shapes = [shape_of(inputs["models"][step["model"]], step.get("layers")) for step in steps]
-    kernels = np.array([shape.num_layers * shape.layer_kernels + roofline.KERNELS_OUTSIDE for shape in shapes])
+    kernels = np.array([shape.num_layers * shape.layer_kernels + KERNELS_OUTSIDE for shape in shapes])
     frame = captured_steps(steps, inputs)
-    device_ms = frame.predicted - kernels * roofline.KERNEL_MS - roofline.HOST_MS
+    device_ms = frame.predicted - kernels * CONSTANTS.kernel_ms - CONSTANTS.host_ms
 
     def error(constants: Floats) -> float:
         kernel_ms, host_ms = constants
@@ -170,15 +173,15 @@ def main() -> None:
     click.echo(f"eager_layer_ms {np.exp(np.log(times).mean()):.2f} ({times.min():.2f} to {times.max():.2f})")
     kernel_ms, host_ms = fit_captured(inputs)
     click.echo(
-        f"kernel_ms {kernel_ms:.5f}, host_ms {host_ms:.2f}; captured steps with {roofline.KERNEL_MS}, {roofline.HOST_MS}:"
+        f"kernel_ms {kernel_ms:.5f}, host_ms {host_ms:.2f}; captured steps with {CONSTANTS.kernel_ms}, {CONSTANTS.host_ms}:"
     )
-    for name in ("measured_steps", "captured_steps"):
+    for name in ("measured_steps", "captured_steps", "shared_steps"):
         steps = captured_steps(inputs[name], inputs)
         click.echo(steps.to_string(float_format="{:.2f}".format))
         click.echo(f"{name}: median error {steps.error.abs().median():.1%}\n")
     fitted = fit_layers_outside(pairs, inputs)
-    click.echo(f"layers_outside {fitted:.2f}; predictions below use {roofline.LAYERS_OUTSIDE}\n")
-    found = predictions(pairs, inputs, roofline.LAYERS_OUTSIDE)
+    click.echo(f"layers_outside {fitted:.2f}; predictions below use {CONSTANTS.layers_outside}\n")
+    found = predictions(pairs, inputs, CONSTANTS.layers_outside)
     for by in (
         ["paper"],
         ["device"],

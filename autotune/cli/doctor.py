@@ -9,7 +9,7 @@ import click
 
 from autotune.cli import options
 from autotune.cli.verb import Verb
-from autotune.study.search_settings import SearchSettings
+from autotune.study.search_settings import SearchSettings, require_known
 
 
 @click.command(cls=Verb, short_help="Tell what to expect on this machine before a search.")
@@ -21,6 +21,9 @@ from autotune.study.search_settings import SearchSettings
 @options.workload_format
 @options.device
 @options.random_weights
+@click.option(
+    "--gpu", default=None, help="Card of another machine: tell by its config how many of them the target needs."
+)
 @click.option(
     "--tokens",
     "num_tokens",
@@ -43,9 +46,11 @@ def command(target: str | None, workload: str | None, as_json: bool, **choices: 
     from autotune.modeling.loading import DEFAULT_PAIR, resolve
     from autotune.modeling.target_defaults import default_workload
 
+    if (gpu := choices["gpu"]) is not None:
+        require_known(gpu)
     click.echo(f"examining this machine{f' and {target}' if target else ''}", err=True)
     if target is not None:
-        resolve(target, weights=not choices["random_weights"])
+        resolve(target, weights=not (choices["random_weights"] or gpu))
     workload = workload or (default_workload(target) if target else DEFAULT_PAIR)
     require_workload(workload, choices["workload_format"])
 

@@ -28,6 +28,8 @@ KV_STEP = 16  # tokens between two KV lengths of the prices
 # Numbers of tokens measured: every small one, because matrix kernels work on blocks and the ninth token may cost more
 # than the first eight; then full trees of 64 and 128 nodes with their root, and the widest level of wetap.
 TOKENS = (*range(1, 11), 12, 16, 17, 24, 32, 33, 48, 65, 129)
+CONTEXTS = (4096, 32_768, 131_072)  # tokens, for which the memory of a target is stated
+USABLE_MEMORY = 0.9  # of a card, for weights, keys and values; activations, captured steps and CUDA take the rest
 EVERY_ROW = tuple(range(1, 34))
 """Numbers of tokens measured in addition where kernels may change with any of them, as those of quantized products do,
 and those of CPUs, on some of which an odd number takes longer than the even one after it.
@@ -55,8 +57,45 @@ class ModelShape(Document):
     """Share of the KV bytes per token in cross-attention blocks, whose KV length includes pruned tokens
     (``Trace.draft_kv_length``).
     """
+    divided_parameters: int = Field(default=0, ge=0)
+    """Text parameters that transformers' plan of tensor parallelism divides among devices; every device reads the
+    others whole. 0 for a draft, which runs on one device.
+    """
+    embedding_parameters: int = Field(default=0, ge=0)
+    """Of an embedding that is not the output head; the plan divides it too."""
+    most_devices: int = Field(default=1, ge=1)
+    """Devices among which the plan can divide the model, or any divisor of this number: the key and value heads of a
+    layer; 1 without a plan.
+    """
     block_tokens: Literal[0] = 0
     """Always 0: written by earlier versions, which had drafts of which one forward pass proposed all levels."""
+
+    @property
+    def device_numbers(self) -> list[int]:
+        """The numbers of devices that can share the model."""
+        return [number for number in range(1, self.most_devices + 1) if self.most_devices % number == 0]
+
+    def bytes_on_each(self, num_devices: int, kv_length: int) -> float:
+        """Bytes of weights, and of keys and values of ``kv_length`` tokens, on each device that shares the model."""
+        whole = self.text_parameters - self.divided_parameters + self.vision_parameters
+        divided = self.divided_parameters + self.embedding_parameters
+        return (
+            whole * self.bytes_per_parameter
+            + (divided * self.bytes_per_parameter + kv_length * self.kv_bytes_per_token) / num_devices
+        )
+
+    def cards_needed(self, card: str, memory_bytes: float) -> str:
+        """A sentence: how many cards of this memory hold the model, by the length of the context."""
+        needed = {
+            length: next(
+                (n for n in self.device_numbers if self.bytes_on_each(n, length) <= USABLE_MEMORY * memory_bytes),
+                "none",
+            )
+            for length in CONTEXTS
+        }
+        return f"cards of {card} that hold the target, by tokens of context: " + ", ".join(
+            f"{number} with {length:,}" for length, number in needed.items()
+        )
 
     @property
     def has_forward_pass(self) -> bool:

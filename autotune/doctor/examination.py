@@ -10,7 +10,7 @@ from autotune.documents.provenance import stamp
 from autotune.machine.contention_monitor import ContentionMonitor
 from autotune.machine.device import choose_device, fingerprint, free_memory, gpu_fault, local_devices
 from autotune.measuring.bandwidth import copy_gb_per_second
-from autotune.modeling.loading import Dtype, load_model, load_processor, reference
+from autotune.modeling.loading import META, Dtype, load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.workloads.formats import Format
 from autotune.workloads.workload import load_workload
@@ -28,6 +28,7 @@ def examine(
     num_tokens: int,
     random_weights: bool,
     workload_format: Format | None,
+    gpu: str | None = None,
 ) -> Diagnosis:
     """Examine the machine and, if one is named, a target.
 
@@ -37,6 +38,7 @@ def examine(
         dtype: of the target, as of ``load_model``.
         num_tokens: of each answer.
         workload_format: of the workload's file; None finds it out.
+        gpu: card of another machine: tell how many of them the target needs, and do not load its weights.
 
     Raises:
         UserError: the target cannot be loaded.
@@ -47,8 +49,11 @@ def examine(
     monitor = ContentionMonitor(chosen)
     with console.stage("copy bandwidth"):
         rate = copy_gb_per_second(chosen)
-    examined = None
-    if target is not None:
+    limits, examined, needs = find_limits(gpu or fingerprint(chosen).name), None, []
+    if target is not None and limits is not None:
+        empty = load_model(target, device=META, dtype=dtype, random_weights=True)
+        needs = [Target(empty).shape.cards_needed(limits.model, 1e9 * limits.memory_gb)]
+    if target is not None and gpu is None:
         with console.stage("loading the target"):
             loaded = Target(
                 load_model(target, device=chosen, dtype=dtype, random_weights=random_weights, console=console)
@@ -70,7 +75,7 @@ def examine(
     )
     sentences = findings(diagnosis)
     defects = (*filter(None, [fault]), *(sentence.text for sentence in sentences if sentence.is_defect))
-    notes = tuple(sentence.text for sentence in sentences if not sentence.is_defect)
+    notes = (*needs, *(sentence.text for sentence in sentences if not sentence.is_defect))
     return diagnosis.model_copy(update={"defects": defects, "notes": notes})
 
 

@@ -7,6 +7,7 @@ target write them and captured steps of the draft read them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -85,8 +86,10 @@ class TreeModel(CachedModel):
     def shape(self) -> ModelShape:
         """Sizes, for estimates of latency."""
         text, config, full = self.text, self.text.config, unquantized(self.model)
-        layers = sum(parameter.numel() for layer in text_model_of(full).layers for parameter in layer.parameters())
-        text_parameters = layers + config.hidden_size * config.vocab_size
+        layers = [parameter for layer in text_model_of(full).layers for parameter in layer.parameters()]
+        text_parameters = sum(parameter.numel() for parameter in layers) + config.hidden_size * config.vocab_size
+        divided, head = divided_parameters(full), [*text_model_of(full).head.parameters()]
+        num_divided = sum(parameter.numel() for parameter in (*layers, *head) if id(parameter) in divided)
         num_bytes: int | float = self.dtype.itemsize
         if text.quantization is not None:
             num_bytes = sum(map(weight_bytes, (*text.layers, text.head))) / text_parameters
@@ -99,6 +102,15 @@ class TreeModel(CachedModel):
             vision_layers=vision_layers(full),
             kv_bytes_per_token=text.kv_bytes_per_token,
             bytes_per_parameter=num_bytes,
+            embedding_parameters=sum(
+                embedding.numel()
+                for embedding in full.get_input_embeddings().parameters()
+                if all(embedding is not parameter for parameter in head)
+            ),
+            divided_parameters=num_divided,
+            most_devices=min(heads for heads, _ in filter(None, text.kv_shapes))
+            if 2 * num_divided > text_parameters
+            else 1,
             layer_kernels=24 + 8 * sum("RMSNorm" in type(module).__name__ for module in text.layers[0].modules()),
         )
 
@@ -289,6 +301,16 @@ class TreeModel(CachedModel):
 
 
 NUM_ROWS = 2 * MAX_STEP
+
+
+def divided_parameters(model: Any) -> set[int]:
+    """Ids of the parameters that transformers' plan of tensor parallelism divides among devices: projections of
+    attention and MLP, the embedding and the output head, each where the plan names it. Empty for a model without one.
+    """
+    plan = getattr(model, "tp_plan", None) or {}
+    divided = {name for name, style in plan.items() if "wise" in style}  # colwise, rowwise, and what derives from them
+    parameters = [(re.sub(r"\.\d+(?=\.)", ".*", name), parameter) for name, parameter in model.named_parameters()]
+    return {id(parameter) for name, parameter in parameters if divided & {name, name.rpartition(".")[0]}}
 
 
 class FeatureRows:

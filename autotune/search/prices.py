@@ -9,6 +9,7 @@ from autotune.cost.roofline import estimate_table, find_limits
 from autotune.cost.table import CostTable, shipped_tables
 from autotune.documents.configuration import DraftVariant
 from autotune.documents.execution import AUTO, CUDA_GRAPH, capture_sizes_for
+from autotune.documents.fingerprint import split_cards
 from autotune.errors import UserError
 from autotune.files import content_key
 from autotune.measuring.jobs import JobLog
@@ -31,20 +32,27 @@ def table_for_gpu(
     *,
     say: Callable[[str], object] = lambda line: None,
 ) -> CostTable:
-    """The table of another device: its shipped measurement of models of these sizes, or an estimate from its datasheet
-    and its measurements of other models.
+    """The table of another device, or of several that share the target: a shipped measurement of models of these sizes,
+    or an estimate from the datasheet and measurements of other models.
 
     Args:
+        gpu: the cards, ``h100`` or ``4xh100``.
         mode: of the table; ``auto``: captured steps, as on every GPU, but for models with states.
         say: is told why a shipped table is not used.
 
     Raises:
-        UserError: the device has no datasheet, and its shipped tables describe other models; or any mode but ``eager``
-            for models with states.
+        UserError: the device has no datasheet, and its shipped tables describe other models; any mode but ``eager`` for
+            models with states; or several devices that cannot share the target.
     """
     target = pool.target_reference
-    shipped = {path: CostTable.load(path) for path in shipped_tables().get(gpu, [])}
+    num_devices, name = split_cards(gpu)
+    shipped = {path: CostTable.load(path) for path in shipped_tables().get(name, [])}
     shape = pool.target.shape
+    if num_devices not in shape.device_numbers:
+        raise UserError(
+            f"--gpu {gpu}: {num_devices} cards cannot share {target.id}; by its key and value heads and transformers' plan "
+            f"of tensor parallelism, these numbers can: {', '.join(map(str, shape.device_numbers))}; name one of them"
+        )
     drafts = [(pool.references[d], subnet, pool.draft(d, subnet).shape) for d, subnet in variants]
     mode = check_mode(mode, pool.target.device, has_states=True) if pool.has_states else mode
     mode = CUDA_GRAPH if mode == AUTO else mode

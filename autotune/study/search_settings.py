@@ -17,6 +17,7 @@ from autotune.cost.roofline import datasheets, find_limits
 from autotune.cost.table import shipped_tables
 from autotune.documents.deployment import RUNTIME
 from autotune.documents.execution import AUTO, check_capture_sizes
+from autotune.documents.fingerprint import MOST_DEVICES, cards_name, split_cards
 from autotune.documents.option_fields import option_name, setting
 from autotune.documents.search_space import SearchSpace
 from autotune.errors import UserError, nearest
@@ -40,7 +41,7 @@ class SearchSettings(Document):
 
     gpu: str | None = setting(
         None,
-        "Card to tune for, such as h100: measured if this machine has it, else estimated from its cost table or datasheet.",
+        "Card to tune for, such as h100: measured if this machine has it, else estimated from its cost table or datasheet; 4xh100 estimates four cards that share the target.",
     )
     device: str = setting("auto", "Device of this machine: auto (the accelerator, or the CPU), cpu or cuda:N.")
     target: str = setting(
@@ -162,7 +163,13 @@ class SearchSettings(Document):
             workload = workload or default_workload(target)
         is_known = target in PACKAGED or target in bundled_models()
         workload = workload or (default_workload(target) if is_known else ",".join(TEXTS))
-        return {"has_default_drafts": not values.get("drafts"), **values, "drafts": tuple(drafts), "workload": workload}
+        return {
+            "has_default_drafts": not values.get("drafts"),
+            **values,
+            "gpu": values.get("gpu") and cards_name(*split_cards(values["gpu"])),  # 1xh100 is h100
+            "drafts": tuple(drafts),
+            "workload": workload,
+        }
 
     @property
     def names_backends(self) -> bool:
@@ -233,7 +240,7 @@ def check_settings(settings: SearchSettings) -> SearchSettings:
         storage_url(settings.storage)
     is_local = settings.gpu is None or settings.gpu in local_gpus()
     if settings.gpu is not None and not is_local:
-        _require_known(settings.gpu)
+        require_known(settings.gpu)
     name = PROFILE if is_local else f"profile-{settings.gpu}.json"
     return settings.model_copy(update={"output": choose_output(settings.output, name, settings.key)})
 
@@ -258,16 +265,17 @@ def device_for(gpu: str | None, device: str = "auto") -> str | None:
     if gpu in local_gpus():
         fault = gpu_fault() or "CUDA_VISIBLE_DEVICES hides it from torch; unset that"
         raise UserError(f"--gpu {gpu}: {fault}, or name the GPU of another machine for an estimate")
-    _require_known(gpu)
+    require_known(gpu)
     return None
 
 
-def _require_known(gpu: str) -> None:
+def require_known(gpu: str) -> None:
     """Refuse a card without a cost table or datasheet."""
-    check_supported(gpu)
+    _, name = split_cards(gpu)
+    check_supported(name)
     known = {*shipped_tables(), *datasheets()}
     if gpu not in known and find_limits(gpu) is None:
         raise UserError(
-            f"--gpu {gpu}: neither a card of this machine nor one with a shipped cost table or datasheet; "
-            f"{nearest(gpu, known)}"
+            f"--gpu {gpu}: neither a card of this machine nor one with a shipped cost table or datasheet, nor 2 to "
+            f"{MOST_DEVICES} of one; {nearest(name, known)}"
         )

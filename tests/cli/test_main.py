@@ -291,6 +291,14 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "too small": ([*SEARCH, "--capture-sizes", "2,4"], "space quick: steps are priced up to 4 tokens; .*narrow the space"),
     "gpu of another kind": ([*SEARCH, "--gpu", "mps"], "device 'mps': autotune runs on CPUs and on GPUs of NVIDIA and AMD"),
     "slice that a gpu does not have": ([*SEARCH, "--gpu", "l4-mig-1g.3gb"], "--gpu l4-mig-1g.3gb: neither a card"),
+    "no gpus": ([*SEARCH, "--gpu", "0xh100"], "--gpu 0xh100: neither a card .* nor 2 to 64 of one"),
+    "more gpus than share a target": ([*SEARCH, "--gpu", "65xh100"], "--gpu 65xh100: neither a card .* did you mean 'h100'"),
+    "several of an unknown gpu": ([*SEARCH, "--gpu", "4xh1000"], "--gpu 4xh1000: neither a card .*did you mean 'h100'"),
+    "several gpus and a draft that is not there": (
+        [*SEARCH, "--gpu", "4xh100", "--random-weights", "--draft", "not/there"],
+        "not/there: the Hugging Face Hub does not answer",
+    ),
+    "gpu of doctor that nobody knows": (["doctor", "--gpu", "4xnope"], "--gpu 4xnope: neither a card"),
     "unknown gpu": ([*SEARCH, "--gpu", "h1000"], "--gpu h1000: neither a card .*did you mean 'h100'"),
     "unknown device": (
         ["measure", "PAIR", "--workload", "workload.jsonl", "--device", "tpu", "-o", "new.json"],
@@ -405,7 +413,15 @@ def contents(folder: Path) -> dict[Path, int]:
 
 def assert_one_line(stdout: str, stderr: str, message: str) -> None:
     """The mistake is the only line; the command may have said before what it does."""
-    first = ("tuning ", "also here ", "loading the models of ", "measuring ", "checking ", "examining this machine")
+    first = (
+        "tuning ",
+        "pricing ",
+        "also here ",
+        "loading the models of ",
+        "measuring ",
+        "checking ",
+        "examining this machine",
+    )
     lines = [line for line in stderr.splitlines() if not line.startswith(first)]
     assert stdout == "" and len(lines) == 1 and lines[0].startswith("autotune: "), stderr
     assert re.search(message, lines[0]), stderr

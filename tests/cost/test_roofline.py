@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 
 from autotune.cost.roofline import (
-    HOST_MS,
     KERNELS_OUTSIDE,
+    REACHED_LINK,
+    REDUCE_MS,
     DatasheetLimits,
     anchored,
     datasheets,
@@ -17,6 +19,7 @@ from autotune.cost.roofline import (
     estimate_table,
     find_limits,
     step_ms,
+    step_parts,
 )
 from autotune.cost.surface import Surface
 from autotune.cost.table import CostTable, ModelShape
@@ -48,6 +51,8 @@ LIMITS = DatasheetLimits(
     layers_outside=2,
     kernel_ms=0.002,
     round_ms=0.4,
+    link_gb_per_second=100,
+    link_hop_ms=0.001,
 )
 
 
@@ -102,7 +107,7 @@ def test_captured_forward_passes_are_estimated_at_the_sizes_of_captures() -> Non
     traffic; prefills are eager.
     """
     kernels_ms = (40 + KERNELS_OUTSIDE) * 0.002
-    assert step_ms(SHAPE, LIMITS, 1, 999, CUDA_GRAPH) == pytest.approx(2.001 / 0.88 + kernels_ms + HOST_MS)
+    assert step_ms(SHAPE, LIMITS, 1, 999, CUDA_GRAPH) == pytest.approx(2.001 / 0.88 + kernels_ms + LIMITS.host_ms)
     eager = estimated(SHAPE, SHAPE)
     captured = estimated(SHAPE, SHAPE, mode=CUDA_GRAPH, capture_sizes=(1, 8, 160))
     assert (eager.mode, captured.mode, captured.capture_sizes) == ("eager", "cuda-graph", (1, 8, 160))
@@ -240,3 +245,112 @@ def test_an_image_costs_its_patches_and_the_launches_of_the_tower() -> None:
     tower_ms = 26 * limits.eager_layer_ms * (patches > 0) + patches * 2 * 4e8 / (limits.bfloat16_tflops * 1e9)
     np.testing.assert_allclose(with_tower - without, tower_ms)
     assert not np.ptp(without), "a model without a tower"
+
+
+# The text model of Qwen2.5-VL-72B: 80 layers of 8,192 hidden units with 8 KV heads, and its output head.
+LARGE_TARGET = ModelShape(
+    num_layers=80,
+    hidden_size=8192,
+    text_parameters=71_460_487_168,
+    vision_parameters=704_573_696,
+    kv_bytes_per_token=327_680,
+    bytes_per_parameter=2,
+    divided_parameters=71_459_176_448,
+    embedding_parameters=1_245_708_288,
+    most_devices=8,
+)
+NUMBERS = (1, 2, 4, 8)
+
+
+def on_devices(shape: ModelShape, num_devices: int, tokens: int = 1, name: str = "h100") -> dict[str, float]:
+    limits = find_limits(f"{num_devices}x{name}")
+    assert limits is not None and limits.num_devices == num_devices
+    parts = step_parts(shape, limits, tokens, 1024, CUDA_GRAPH)
+    assert sum(parts.values()) == pytest.approx(step_ms(shape, limits, tokens, 1024, CUDA_GRAPH))
+    return parts
+
+
+def test_one_device_is_what_it_was() -> None:
+    """Whatever a plan divides: the same numbers, to the bit."""
+    limits, plain = find_limits("h100"), LARGE_TARGET.model_copy(update={"divided_parameters": 0})
+    assert find_limits("1xh100") == limits is not None
+    for mode, tokens in ((EAGER, 1), (CUDA_GRAPH, 1), (CUDA_GRAPH, 61), (EAGER, 1024)):
+        assert step_ms(LARGE_TARGET, limits, tokens, 777, mode) == step_ms(plain, limits, tokens, 777, mode)
+    assert on_devices(LARGE_TARGET, 1)["all-reduces"] == 0
+    read_ms = (71_460_487_168 * 2 + 1025 * 327_680) / (0.88 * 3350e6)
+    kernels_ms = (80 * 40 + KERNELS_OUTSIDE) * limits.kernel_ms + limits.host_ms
+    assert step_ms(LARGE_TARGET, limits, 1, 1024, CUDA_GRAPH) == pytest.approx(read_ms + kernels_ms)
+
+
+@pytest.mark.parametrize("tokens", [1, 6, 61, 1024])
+@pytest.mark.parametrize("name", ["h100", "h200", "a100", "l40s"])
+def test_more_devices_read_and_multiply_less_and_sum_longer(tokens: int, name: str) -> None:
+    """Weights, keys and values and operations are divided, but for what every device reads whole; a ring has two more
+    hops for each device.
+    """
+    limits = find_limits(name)
+    parts = [on_devices(LARGE_TARGET, number, tokens, name) for number in NUMBERS]
+    for more, fewer in itertools.pairwise(reversed(parts)):
+        for part in ("weights", "keys and values", "arithmetic"):
+            assert more[part] <= fewer[part], part
+        assert more["all-reduces"] > fewer["all-reduces"] and more["kernels and host"] == fewer["kernels and host"]
+    whole_ms = 1_310_720 * 2 / (0.88 * limits.memory_gb_per_second * 1e6)  # the norms and biases that are not divided
+    for number, each in zip(NUMBERS, parts, strict=True):
+        assert each["weights"] - whole_ms == pytest.approx((parts[0]["weights"] - whole_ms) / number)
+        hops = 2 * (number - 1)
+        sent_ms = tokens * 8192 * 2 / number / (REACHED_LINK * limits.link_gb_per_second * 1e6)
+        reduce_ms = 163 * (REDUCE_MS + hops * (limits.link_hop_ms + sent_ms)) if hops else 0
+        assert each["all-reduces"] == pytest.approx(reduce_ms)
+
+
+def test_a_small_target_is_slower_on_eight_devices() -> None:
+    """SmolLM2-135M reads its weights in a tenth of a millisecond, and waits for 63 sums; a 72B is faster on eight."""
+    known = {"vision_parameters": 0, "bytes_per_parameter": 2, "most_devices": 8}
+    small = ModelShape(
+        num_layers=30,
+        hidden_size=576,
+        text_parameters=134_515_008,
+        divided_parameters=134_479_872,
+        kv_bytes_per_token=23_040,
+        **known,
+    )
+    times = {shape: [sum(on_devices(shape, n).values()) for n in NUMBERS] for shape in (small, LARGE_TARGET)}
+    assert times[small] == sorted(times[small]) and times[LARGE_TARGET] == sorted(times[LARGE_TARGET], reverse=True)
+
+
+def test_a_table_of_four_devices_divides_the_target_and_not_the_drafts() -> None:
+    """An independent draft too, which transformers could divide."""
+    draft = LARGE_TARGET.model_copy(update={"num_layers": 2})
+    one, four = (estimated(draft, LARGE_TARGET, cards, mode=CUDA_GRAPH) for cards in ("h100", "4xh100"))
+    assert (four.device.name, four.device.key) == ("4xh100", f"cuda/4x{one.device.model}/0")
+    assert one.device.shared_by(1) == one.device and one.device.shared_by(4) == four.device
+    assert four.drafts == one.drafts
+    target, limits = LARGE_TARGET, find_limits("4xh100")
+    for point in four.verify.points:
+        assert point.latency_ms == step_ms(target, limits, point.tokens, point.kv_length, CUDA_GRAPH)
+    measured = one.model_copy(update={"estimated": False})
+    assert estimated(draft, LARGE_TARGET, "4xh100", mode=CUDA_GRAPH, measured=[measured]).num_anchors == 0
+    of_four = {"precision": "bfloat16", "mode": CUDA_GRAPH, "capture_sizes": ()}
+    assert one.why_not_of("4xh100", TARGET, LARGE_TARGET, [], **of_four) == "it is of h100, not of 4xh100"
+    assert four.why_not_of("8xh100", TARGET, LARGE_TARGET, [], **of_four) == "it is of 4xh100, not of 8xh100"
+    assert four.why_not_of("4xh100", TARGET, LARGE_TARGET, [], **of_four) is None
+
+
+@pytest.mark.parametrize("cards", ["0xh100", "65xh100", "4xnope", "2xh100-mig-1g.10gb", "x4xh100"])
+def test_cards_without_limits(cards: str) -> None:
+    assert find_limits(cards) is None
+
+
+def test_devices_share_heads_and_memory() -> None:
+    """A 72B in bfloat16 with its vision tower: 145.4 GB are divided, 1.4 GB are whole on each device."""
+    assert LARGE_TARGET.device_numbers == [1, 2, 4, 8]
+    assert LARGE_TARGET.model_copy(update={"most_devices": 1}).device_numbers == [1]
+    divided, whole, kv_bytes = 2 * (71_459_176_448 + 1_245_708_288), 2 * (1_310_720 + 704_573_696), 1000 * 327_680
+    for number in LARGE_TARGET.device_numbers:
+        assert LARGE_TARGET.bytes_on_each(number, 1000) == pytest.approx(whole + (divided + kv_bytes) / number)
+    text = LARGE_TARGET.cards_needed("slates", 80e9)
+    assert (
+        text
+        == "cards of slates that hold the target, by tokens of context: 4 with 4,096, 4 with 32,768, 4 with 131,072"
+    )
+    assert LARGE_TARGET.cards_needed("slates", 20e9).endswith("none with 4,096, none with 32,768, none with 131,072")

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from autotune.cli.main import main
-from autotune.cost.roofline import find_limits, step_ms
+from autotune.cost.roofline import all_reduce_ms, find_limits, step_ms
 from autotune.cost.table import CostTable
 from autotune.documents.execution import CUDA_GRAPH
 from tests.drafters.test_eagle3 import write_head
@@ -47,6 +47,34 @@ def test_a_pair_is_priced_by_its_configs(configs: list[str], tmp_path: Path, mon
     assert float(row[3].rstrip("x")) == pytest.approx(2 * plain / round_ms, abs=0.01)
     assert re.search(r"chain, 1 +\S+ +\S+ +\S+ +- +-", done.stderr), "a round of one drafted token commits at most two"
     assert "no gain is claimed" in " ".join(done.stderr.split()) and "retrieval: rounds" in done.stderr
+
+
+def test_several_cards_share_the_target(configs: list[str]) -> None:
+    """The target's parts are divided, its sums take time, and the draft stays on one card; heads that do not divide are
+    refused in one line.
+    """
+    target, draft = configs
+    words = ["search", "--target", target, "--draft", draft, "--random-weights", "--json", "--gpu"]
+
+    def priced(cards: str) -> tuple[CostTable, str]:
+        done = CliRunner().invoke(main, [*words, cards])
+        assert done.exit_code == 0, done.output
+        return CostTable.parse(json.loads(done.stdout), source="here"), done.stderr
+
+    (one, alone), (two, shared) = priced("1xh100"), priced("2xh100")
+    shape, limits = two.target_shape, find_limits("2xh100")
+    assert shape is not None and shape.most_devices == 2 and limits is not None
+    assert 0.9 * shape.text_parameters < shape.divided_parameters < shape.text_parameters
+    assert (one.device.name, two.device.name) == ("h100", "2xh100") and one.drafts == two.drafts
+    reduces_ms = (2 * shape.num_layers + 3) * all_reduce_ms(limits, shape.hidden_size * 4)
+    rows = [re.search(r"^1 +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)$", text, re.M) for text in (alone, shared)]
+    assert all(rows) and [float(row[5]) for row in rows if row] == [0, pytest.approx(reduces_ms, abs=0.006)]
+    assert two.decode.points[0].latency_ms > one.decode.points[0].latency_ms, "so small a target is slower on two"
+    assert "cards of NVIDIA H100 SXM5 80GB that hold the target" in " ".join(shared.split())
+    done = CliRunner().invoke(main, [*words, "3xh100"])
+    assert done.exit_code == 2 and re.search(
+        r"--gpu 3xh100: 3 cards cannot share .*, these numbers can: 1, 2; name one", " ".join(done.stderr.split())
+    )
 
 
 def test_a_published_head_beside_the_target_is_priced_by_its_weights(configs: list[str], tmp_path: Path) -> None:
