@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from autotune.check.gates import Difference, counts_gate, if_repeatable, lossless_gate, skipped, speedup_gate
@@ -50,6 +50,16 @@ class Side:
     """Starts a process that decodes the prompts of the checked workloads."""
 
 
+@dataclass(frozen=True)
+class Sides:
+    """What is compared in time."""
+
+    base: Side
+    head: Side
+    known: Mapping[str, float] = field(default_factory=dict)
+    """ln(t_head / t_base) in the profile, by the prompt's hash; without any, the sides are compared with each other."""
+
+
 class CheckedBackend(ABC):
     """A profile with the backend that decodes it. ``load`` or ``check`` sets the attributes."""
 
@@ -64,12 +74,18 @@ class CheckedBackend(ABC):
         self.settings, self.profile, self.console = settings, profile, console
 
     @abstractmethod
-    def sides(self, folder: Path) -> AbstractContextManager[tuple[Side, Side]]:
+    def sides(self, folder: Path) -> AbstractContextManager[Sides]:
         """Base and head of ``--against``.
 
         Raises:
             NotComparable: the profiles are of other models, precisions, devices or backends.
         """
+
+    def measured_sides(self, checked: CheckedWorkload) -> Sides | str | None:
+        """Plain decoding and the profile, with the ratio of their times that the profile has measured; or why these
+        times are not compared. None: there is nothing to compare without ``--against``.
+        """
+        return None
 
     def load(self) -> None:  # noqa: B027 - a server is started for each workload
         """Load the models."""
@@ -173,6 +189,6 @@ def evidence_for(
         f"search on {profile.workload.name}, or the target's chat template, tokenizer, processor or generation config has "
         f"changed (first: {changed[0]})"
     )
-    if settings.against is None and settings.min_speedup is None:
+    if not settings.has_own_measure:
         raise NotComparable(f"{source} has {reason}; check the workload and the files of the search, or search again")
     return reason

@@ -48,6 +48,11 @@ class CheckSettings(BaseModel):
     junit: Path | None = setting(None, "JUnit XML file to write.")
     github: bool = setting(False, "Annotate the run on GitHub Actions.")
 
+    @property
+    def has_own_measure(self) -> bool:
+        """Whether the check was asked for more than a comparison with the profile's evidence."""
+        return self.against is not None or self.min_speedup is not None
+
     def require_consistent(self) -> None:
         if not self.tolerance < self.limit:
             raise UserError(
