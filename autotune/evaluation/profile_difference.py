@@ -49,7 +49,7 @@ COMPARED: dict[str, dict[str, Any]] = {
     "other prompts": {"workload": True},
 }
 """Fields of a profile by what a change of them is."""
-MOST_SHOWN = 40  # characters of a value
+SHOWN = 24  # characters of a value in tables
 A, B, RATIO = "A", "B", "B over A"
 
 
@@ -84,7 +84,11 @@ class ProfileDifference(Document, kind="profile-difference", made_by="autotune d
 
     def tables(self) -> list[Table]:
         """Settings that differ, and the figures, with whether the intervals of A and B have no value in common."""
-        settings = [[name, *pair] for fields in self.settings.values() for name, pair in fields.items()]
+        settings = [
+            [name, *(value[:SHOWN] for value in pair)]
+            for fields in self.settings.values()
+            for name, pair in fields.items()
+        ]
         figures = [
             [name, *map(shown, row.values()), "apart" if row[A][2] < row[B][1] or row[B][2] < row[A][1] else "overlap"]
             for name, row in self.figures.items()
@@ -140,7 +144,7 @@ def difference_of(a: DecodingProfile, b: DecodingProfile, names: tuple[str, str]
 def _leaves(content: Any, name: str = "") -> dict[str, str]:
     """The values of nested records by the keys that lead to them; a dash for null."""
     if not isinstance(content, dict):
-        return {name.removeprefix(".").removeprefix("point."): "-" if content is None else str(content)[:MOST_SHOWN]}
+        return {name.removeprefix(".").removeprefix("point."): "-" if content is None else str(content)}
     nested = [_leaves(value, f"{name}.{key}") for key, value in content.items()]
     return {key: value for leaves in nested for key, value in leaves.items()}
 
