@@ -48,16 +48,10 @@ class Side:
     profile: DecodingProfile
     launch: Callable[[], AbstractContextManager[Arm]]
     """Starts a process that decodes the prompts of the checked workloads."""
-
-
-@dataclass(frozen=True)
-class Sides:
-    """What is compared in time."""
-
-    base: Side
-    head: Side
     known: Mapping[str, float] = field(default_factory=dict)
-    """ln(t_head / t_base) in the profile, by the prompt's hash; without any, the sides are compared with each other."""
+    """Of a head: ln(t_head / t_base) that the profile has measured, by the prompt's hash. Without any, it is compared
+    with the base itself.
+    """
 
 
 class CheckedBackend(ABC):
@@ -74,14 +68,14 @@ class CheckedBackend(ABC):
         self.settings, self.profile, self.console = settings, profile, console
 
     @abstractmethod
-    def sides(self, folder: Path) -> AbstractContextManager[Sides]:
+    def sides(self, folder: Path) -> AbstractContextManager[tuple[Side, Side]]:
         """Base and head of ``--against``.
 
         Raises:
             NotComparable: the profiles are of other models, precisions, devices or backends.
         """
 
-    def measured_sides(self, checked: CheckedWorkload) -> Sides | str | None:
+    def measured_sides(self, checked: CheckedWorkload) -> tuple[Side, Side] | str | None:
         """Plain decoding and the profile, with the ratio of their times that the profile has measured; or why these
         times are not compared. None: there is nothing to compare without ``--against``.
         """

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
-from autotune.check.checked import CheckedBackend, CheckedWorkload, Side, Sides
+from autotune.check.checked import CheckedBackend, CheckedWorkload, Side
 from autotune.check.gates import counts_gate, if_repeatable, skipped
 from autotune.check.result import BASE_COUNTS, PROFILE_TIME, TIME, Gate, GateVerdict, Timing
 from autotune.documents.decoded import Decoded
@@ -97,18 +97,19 @@ class LaunchedArm(Arm, AbstractContextManager["LaunchedArm"]):
 class Comparison:
     """Compares two sides on the workloads that a backend has checked."""
 
-    sides: Sides
+    base: Side
+    head: Side
     design: Design
     backend: CheckedBackend
 
     def counts_gate(self, checked: CheckedWorkload) -> Gate:
         """The gate on the head's counts compared with the base's."""
         name = checked.workload.name
-        base, head = self.sides.base, self.sides.head
-        if head.profile.backend != RUNTIME:
+        if self.head.profile.backend != RUNTIME:
             return skipped(BASE_COUNTS, name, "an engine's counts are compared with the profile's evidence")
         choices = [
-            side.profile.point.model_dump(exclude={"predicted", "measured", "fallback"}) for side in (base, head)
+            side.profile.point.model_dump(exclude={"predicted", "measured", "fallback"})
+            for side in (self.base, self.head)
         ]
         if choices[0] != choices[1]:
             return skipped(BASE_COUNTS, name, "the sides decode with other trees")
@@ -116,17 +117,17 @@ class Comparison:
         gate = counts_gate(
             checked.runs,
             base_runs,
-            head.profile.point.fallback,
+            self.head.profile.point.fallback,
             name=BASE_COUNTS,
             workload=name,
-            source=base.label,
+            source=self.base.label,
             tolerance=self.design.tolerance,
             rounding=self.backend.rounding,
         )
         return if_repeatable(gate, base_runs, lambda: self._base_runs(checked))
 
     def _base_runs(self, checked: CheckedWorkload) -> list[Decoded]:
-        with self.sides.base.launch() as arm:
+        with self.base.launch() as arm:
             return [arm.decode(prompt) for prompt in checked.workload.prompts]
 
     def time_gate(self, checked: CheckedWorkload, *, budget_s: float) -> tuple[Gate, Timing | None]:
@@ -135,16 +136,16 @@ class Comparison:
         Raises:
             UserError: a side cannot go on.
         """
-        sides, workload, design = self.sides, checked.workload, self.design
-        base, head, name = sides.base, sides.head, PROFILE_TIME if sides.known else TIME
+        base, head, workload, design = self.base, self.head, checked.workload, self.design
+        name = PROFILE_TIME if head.known else TIME
         if base.key == head.key:
             same = f"{base.label} has the same code, models, required packages and choices: nothing to time"
             return Gate(name=name, workload=workload.name, verdict="passed", summary=same), None
-        choices = [base.key, base.label, head.key, workload.sha256, [*sides.known.items()]]
+        choices = [base.key, base.label, head.key, workload.sha256, [*head.known.items()]]
         key = content_key([*choices, self.backend.settings.seed, self.backend.hardware.key])
         ledger = CHECKS / f"{key}.jsonl"
         must_agree = not self.backend.rounding and base.profile.point.lossless and head.profile.point.lossless
-        rule = NotSlower(design, budget_s, self.backend.settings.seed, must_agree=must_agree, known=sides.known)
+        rule = NotSlower(design, budget_s, self.backend.settings.seed, must_agree=must_agree, known=head.known)
         measured = self._race(checked, rule, ArmRunner(ledger), budget_s)
         analysis = rule.analysis
         if analysis is None:
@@ -156,7 +157,7 @@ class Comparison:
             )
             return Gate(name=name, workload=workload.name, verdict="inconclusive", summary=summary), None
         base_runs, head_runs = (measured.runs[side][: analysis.num_pairs] for side in ("base", "head"))
-        slowdown, ci95 = estimate(log_ratios(base_runs, head_runs, sides.known), launches_of(analysis.num_pairs))
+        slowdown, ci95 = estimate(log_ratios(base_runs, head_runs, head.known), launches_of(analysis.num_pairs))
         timing = Timing(
             base=base.label,
             head=head.label,
@@ -180,7 +181,7 @@ class Comparison:
             p_beyond=timing.p_beyond_limit,
         )
         interval = f"{100 * ci95[0]:+.1f} to {100 * ci95[1]:+.1f} %"
-        subject, what = ("time over plain decoding's", "since the profile") if sides.known else ("head", "time")
+        subject, what = ("time over plain decoding's", "since the profile") if head.known else ("head", "time")
         change = f"{subject} {100 * slowdown:+.1f} % {what} ({interval})"
         summary = f"{change} after {analysis.num_pairs} pairs: {reason}"
         return Gate(name=name, workload=workload.name, verdict=verdict, summary=summary), timing
@@ -190,9 +191,9 @@ class Comparison:
             prompt
             for prompt, run in zip(checked.workload.prompts, checked.runs, strict=True)
             if run.new_tokens > 1  # else there is no time after the first token
-            and (not self.sides.known or prompt.sha256 in self.sides.known)
+            and (not self.head.known or prompt.sha256 in self.head.known)
         ]
-        sides = {"base": self.sides.base, "head": self.sides.head}
+        sides = {"base": self.base, "head": self.head}
         arms = [LaunchedArm(name, side) for name, side in sides.items()]
         deadline = time.monotonic() + budget_s
         stage = self.backend.console.stage(f"pairs of {checked.workload.name}", self.design.max_pairs)

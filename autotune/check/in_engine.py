@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
-from autotune.check.checked import CheckedBackend, CheckedWorkload, Side, Sides, evidence_for
+from autotune.check.checked import CheckedBackend, CheckedWorkload, Side, evidence_for
 from autotune.check.comparison import require_comparable
 from autotune.check.gates import Difference, counts_gate
 from autotune.check.result import REPLAY, Gate
@@ -116,16 +117,16 @@ class CheckedEngine(CheckedBackend):
         )
 
     @contextmanager
-    def sides(self, folder: Path) -> Iterator[Sides]:
+    def sides(self, folder: Path) -> Iterator[tuple[Side, Side]]:
         """The base is deployed by the profile ``--against``, or by the checked profile's file in a git revision."""
         profile, against = self.settings.profile, str(self.settings.against)
         with base_of(against, profile, folder) as version:
             base = DecodingProfile.load(version.profile).located(version.profile).located(profile)
         require_comparable(base, self.profile, version.label)  # before the base's engine is looked for
         backend = self.restore(base, command=None, console=self.console)
-        yield Sides(_side(version.label, base, backend), _side(str(profile), self.profile, self.backend))
+        yield _side(version.label, base, backend), _side(str(profile), self.profile, self.backend)
 
-    def measured_sides(self, checked: CheckedWorkload) -> Sides | str | None:
+    def measured_sides(self, checked: CheckedWorkload) -> tuple[Side, Side] | str | None:
         profile, evidence = self.profile, self.profile.evidence
         measured = evidence_for(profile, checked.workload, checked.runs, self.settings)
         if isinstance(measured, str) or speculation_of(profile) is None:
@@ -146,7 +147,7 @@ class CheckedEngine(CheckedBackend):
             if is_missing:
                 return reason
         plain = _side("plain decoding", profile, self.backend, is_plain=True)
-        return Sides(plain, _side(str(self.settings.profile), profile, self.backend), known)
+        return plain, replace(_side(str(self.settings.profile), profile, self.backend), known=known)
 
 
 def speculation_of(profile: DecodingProfile) -> Speculation | None:

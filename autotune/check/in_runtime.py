@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from autotune.check.checked import CheckedBackend, Side, Sides
+from autotune.check.checked import CheckedBackend, Side
 from autotune.check.comparison import CHECKS, require_comparable
 from autotune.check.gates import Difference
 from autotune.check.versions import PACKAGE, Version, WorkerProcess, base_of
@@ -63,7 +63,7 @@ class CheckedRuntime(CheckedBackend):
         return [Difference(prompt, str(where), where.is_near_tie) for prompt, where in divergences.items()]
 
     @contextmanager
-    def sides(self, folder: Path) -> Iterator[Sides]:
+    def sides(self, folder: Path) -> Iterator[tuple[Side, Side]]:
         settings, self.inputs = self.settings, folder
         head = Version("head", "the current version", settings.profile)
         with base_of(str(settings.against), settings.profile, folder, with_code=True) as base:
@@ -71,7 +71,7 @@ class CheckedRuntime(CheckedBackend):
                 head = Version("head", str(settings.profile), settings.profile)
             require_comparable(DecodingProfile.load(base.profile), self.profile, base.label)
             CHECKS.mkdir(parents=True, exist_ok=True)
-            yield Sides(self._side(base), self._side(head))
+            yield self._side(base), self._side(head)
 
     def _side(self, version: Version) -> Side:
         document, dtype = DecodingProfile.load(version.profile), self.settings.dtype

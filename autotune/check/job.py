@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from autotune.check.checked import CheckedBackend, CheckedWorkload, Sides
+from autotune.check.checked import CheckedBackend, CheckedWorkload, Side
 from autotune.check.comparison import Comparison
 from autotune.check.gates import skipped
 from autotune.check.in_engine import CheckedEngine, Restore
@@ -53,7 +53,7 @@ def run_check(settings: CheckSettings, console: Console, restore: Restore) -> Ch
         hardware=backend.hardware,
         target=profile.target,
         lossless=profile.point.lossless,
-        against=None if sides is None else sides.base.label,
+        against=None if sides is None else sides[0].label,
         workloads=results,
         gates=gates,
         verdict=verdict,
@@ -93,7 +93,7 @@ def _evaluated(name: str, profile: DecodingProfile, settings: CheckSettings) -> 
 
 
 def _compare(
-    against: Sides | None, backend: CheckedBackend, checked: Sequence[CheckedWorkload], gates: list[Gate]
+    against: tuple[Side, Side] | None, backend: CheckedBackend, checked: Sequence[CheckedWorkload], gates: list[Gate]
 ) -> list[Timing | None]:
     """Compare counts with the base, then times with the base or the profile, if no gate has failed. Adds the gates to
     ``gates``.
@@ -101,14 +101,14 @@ def _compare(
     settings, timings = backend.settings, list[Timing | None]()
     design = Design(tolerance=settings.tolerance, limit=settings.limit, num_workloads=len(checked))
     if against is not None and not has_failed(gates):
-        gates += [Comparison(against, design, backend).counts_gate(workload) for workload in checked]
+        gates += [Comparison(*against, design, backend).counts_gate(workload) for workload in checked]
     deadline, is_decided = time.monotonic() + settings.budget_s, has_failed(gates)
     for number, workload in enumerate(checked):
         sides = against or backend.measured_sides(workload)
         name, timing = workload.workload.name, None
-        if isinstance(sides, Sides) and not is_decided:
+        if isinstance(sides, tuple) and not is_decided:
             left_s = (deadline - time.monotonic()) / (len(checked) - number)
-            gate, timing = Comparison(sides, design, backend).time_gate(workload, budget_s=left_s)
+            gate, timing = Comparison(*sides, design, backend).time_gate(workload, budget_s=left_s)
             gates.append(gate)
         elif sides is not None:
             reason = sides if isinstance(sides, str) else "decided without timing"

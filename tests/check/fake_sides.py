@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
-from autotune.check.checked import CheckedBackend, CheckedWorkload, Side, Sides
+from autotune.check.checked import CheckedBackend, CheckedWorkload, Side
 from autotune.check.comparison import Comparison
 from autotune.console import Console
 from autotune.documents.decoded import Decoded
@@ -60,7 +60,7 @@ class World:
             sides.append(Side(launch=lambda name=name: self.launch(name), **known))  # type: ignore[misc]
         settings = SimpleNamespace(seed=seed)
         backend = SimpleNamespace(settings=settings, console=Console(), hardware=DEVICE, rounding=rounding)
-        return Comparison(Sides(*sides), Design(), cast(CheckedBackend, backend))
+        return Comparison(*sides, Design(), cast(CheckedBackend, backend))
 
 
 @dataclass
