@@ -11,6 +11,7 @@ from autotune.doctor.diagnosis import Diagnosis
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.search_space import SearchSpace
 from autotune.drafters.checkpoint import CONFIGS
+from autotune.evaluation.profile_difference import ProfileDifference
 from autotune.files import Document
 from autotune.replay.trace import TraceHeader
 from autotune.study.document import StudyDocument
@@ -22,6 +23,7 @@ DOCUMENTS: tuple[type[Document], ...] = (
     TraceHeader,
     StudyDocument,
     CheckResult,
+    ProfileDifference,
     SearchSpace,
     Recipe,
     DatasheetLimits,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from autotune.check.gates import Difference, counts_gate, if_repeatable, lossless_gate, skipped, speedup_gate
@@ -48,6 +48,10 @@ class Side:
     profile: DecodingProfile
     launch: Callable[[], AbstractContextManager[Arm]]
     """Starts a process that decodes the prompts of the checked workloads."""
+    known: Mapping[str, float] = field(default_factory=dict)
+    """Of a head: ln(t_head / t_base) that the profile has measured, by the prompt's hash. Without any, it is compared
+    with the base itself.
+    """
 
 
 class CheckedBackend(ABC):
@@ -70,6 +74,12 @@ class CheckedBackend(ABC):
         Raises:
             NotComparable: the profiles are of other models, precisions, devices or backends.
         """
+
+    def measured_sides(self, checked: CheckedWorkload) -> tuple[Side, Side] | str | None:
+        """Plain decoding and the profile, with the ratio of their times that the profile has measured; or why these
+        times are not compared. None: there is nothing to compare without ``--against``.
+        """
+        return None
 
     def load(self) -> None:  # noqa: B027 - a server is started for each workload
         """Load the models."""
@@ -173,6 +183,6 @@ def evidence_for(
         f"search on {profile.workload.name}, or the target's chat template, tokenizer, processor or generation config has "
         f"changed (first: {changed[0]})"
     )
-    if settings.against is None and settings.min_speedup is None:
+    if not settings.has_own_measure:
         raise NotComparable(f"{source} has {reason}; check the workload and the files of the search, or search again")
     return reason

@@ -1,4 +1,4 @@
-"""Base and head: the two sides of ``--against``, their counts and their times. Loads no torch."""
+"""Base and head: their counts and their times. Loads no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from autotune.check.checked import CheckedBackend, CheckedWorkload, Side
 from autotune.check.gates import counts_gate, if_repeatable, skipped
-from autotune.check.result import BASE_COUNTS, TIME, Gate, GateVerdict, Timing
+from autotune.check.result import BASE_COUNTS, PROFILE_TIME, TIME, Gate, GateVerdict, Timing
 from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.deployment import RUNTIME
@@ -137,15 +137,15 @@ class Comparison:
             UserError: a side cannot go on.
         """
         base, head, workload, design = self.base, self.head, checked.workload, self.design
+        name = PROFILE_TIME if head.known else TIME
         if base.key == head.key:
             same = f"{base.label} has the same code, models, required packages and choices: nothing to time"
-            return Gate(name=TIME, workload=workload.name, verdict="passed", summary=same), None
-        key = content_key(
-            [base.key, base.label, head.key, workload.sha256, self.backend.settings.seed, self.backend.hardware.key]
-        )
+            return Gate(name=name, workload=workload.name, verdict="passed", summary=same), None
+        choices = [base.key, base.label, head.key, workload.sha256, [*head.known.items()]]
+        key = content_key([*choices, self.backend.settings.seed, self.backend.hardware.key])
         ledger = CHECKS / f"{key}.jsonl"
         must_agree = not self.backend.rounding and base.profile.point.lossless and head.profile.point.lossless
-        rule = NotSlower(design, budget_s, self.backend.settings.seed, must_agree=must_agree)
+        rule = NotSlower(design, budget_s, self.backend.settings.seed, must_agree=must_agree, known=head.known)
         measured = self._race(checked, rule, ArmRunner(ledger), budget_s)
         analysis = rule.analysis
         if analysis is None:
@@ -155,9 +155,9 @@ class Comparison:
                 f"here; give --budget {math.ceil(1.2 * needed_s / 60)}m (the {len(measured.runs['base'])} pairs so far are "
                 "kept)"
             )
-            return Gate(name=TIME, workload=workload.name, verdict="inconclusive", summary=summary), None
-        base_runs, head_runs = (measured.runs[name][: analysis.num_pairs] for name in ("base", "head"))
-        slowdown, ci95 = estimate(log_ratios(base_runs, head_runs), launches_of(analysis.num_pairs))
+            return Gate(name=name, workload=workload.name, verdict="inconclusive", summary=summary), None
+        base_runs, head_runs = (measured.runs[side][: analysis.num_pairs] for side in ("base", "head"))
+        slowdown, ci95 = estimate(log_ratios(base_runs, head_runs, head.known), launches_of(analysis.num_pairs))
         timing = Timing(
             base=base.label,
             head=head.label,
@@ -167,6 +167,7 @@ class Comparison:
             p_beyond_limit=float(analysis.p_beyond_limit),
             base_ms=[run.decode_ms for run in base_runs],
             head_ms=[run.decode_ms for run in head_runs],
+            margin=rule.margin,
         )
         verdict, reason = VERDICTS[analysis.verdict]
         if analysis.verdict is Verdict.CONTINUE and analysis.num_pairs < design.max_pairs:
@@ -174,20 +175,23 @@ class Comparison:
         else:
             ledger.unlink()  # the next check measures again
         reason = reason.format(
-            tolerance=100 * design.tolerance,
-            limit=100 * design.limit,
+            tolerance=round(100 * (design.tolerance + rule.margin), 1),
+            limit=round(100 * (design.limit + rule.margin), 1),
             p_within=timing.p_within_tolerance,
             p_beyond=timing.p_beyond_limit,
         )
         interval = f"{100 * ci95[0]:+.1f} to {100 * ci95[1]:+.1f} %"
-        summary = f"head {100 * slowdown:+.1f} % time ({interval}) after {analysis.num_pairs} pairs: {reason}"
-        return Gate(name=TIME, workload=workload.name, verdict=verdict, summary=summary), timing
+        subject, what = ("time over plain decoding's", "since the profile") if head.known else ("head", "time")
+        change = f"{subject} {100 * slowdown:+.1f} % {what} ({interval})"
+        summary = f"{change} after {analysis.num_pairs} pairs: {reason}"
+        return Gate(name=name, workload=workload.name, verdict=verdict, summary=summary), timing
 
     def _race(self, checked: CheckedWorkload, rule: NotSlower, runner: ArmRunner, budget_s: float) -> Race:
         prompts = [
             prompt
             for prompt, run in zip(checked.workload.prompts, checked.runs, strict=True)
             if run.new_tokens > 1  # else there is no time after the first token
+            and (not self.head.known or prompt.sha256 in self.head.known)
         ]
         sides = {"base": self.base, "head": self.head}
         arms = [LaunchedArm(name, side) for name, side in sides.items()]

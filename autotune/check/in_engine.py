@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
-from autotune.check.checked import CheckedBackend, CheckedWorkload, Side
+from autotune.check.checked import CheckedBackend, CheckedWorkload, Side, evidence_for
 from autotune.check.comparison import require_comparable
 from autotune.check.gates import Difference, counts_gate
 from autotune.check.result import REPLAY, Gate
@@ -17,6 +19,8 @@ from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile
 from autotune.documents.speculation import Speculation
 from autotune.engines.backend import Backend
+from autotune.errors import NotComparable, UserError
+from autotune.evaluation.not_slower import PAIRS_PER_LAUNCH
 from autotune.files import content_key
 from autotune.machine.container import num_cores
 from autotune.machine.device import cpu_fingerprint
@@ -26,6 +30,8 @@ Restore = Callable[..., Backend]
 """Finds the backend of a profile, with another executable and arguments if ``command`` names them
 (``search.backends.restored_backend``).
 """
+
+SHOWN_BUILD = 20  # characters of a build, which may be a hash
 
 
 class CheckedEngine(CheckedBackend):
@@ -38,18 +44,41 @@ class CheckedEngine(CheckedBackend):
         self.precision, self.hardware = self.backend.precision, cpu_fingerprint(num_cores())
 
     def check(self, workload: Workload) -> CheckedWorkload:
-        """Check a workload in new servers, whose drafts follow from its answers alone."""
+        """Check a workload in new servers, whose drafts follow from its answers alone.
+
+        Raises:
+            NotComparable: another build than the profile's refuses the settings, or answers every prompt otherwise.
+        """
         configuration = speculation_of(self.profile)
         with ExitStack() as servers:
             self.arms = [servers.enter_context(self.backend.arm(None))]
+            other_build = self._other_build()
             if configuration is not None:
-                self.arms.append(servers.enter_context(self.backend.arm(configuration)))
+                try:
+                    self.arms.append(servers.enter_context(self.backend.arm(configuration)))
+                except UserError as error:
+                    raise NotComparable(f"{error}; {other_build}; search again") if other_build else error from None
             for name, arm in zip((AR, TUNED), self.arms, strict=False):
                 arm.name = name
             checked = super().check(workload)
+        pairs = list(zip(checked.runs, self.profile.evidence.prompts, strict=False))
+        has_same_answers = any(run.tokens_sha256 == known.tokens_sha256 for run, known in pairs)
+        if other_build and pairs and not has_same_answers and not self.settings.has_own_measure:
+            raise NotComparable(f"{other_build}; it answers every prompt otherwise, so no counts compare; search again")
         if configuration is not None and not configuration.model:
             checked.gates.insert(2, self._replay_gate(configuration, checked))
         return checked
+
+    def _other_build(self) -> str:
+        """The builds of the profile and of the engine that runs, if they differ; else empty."""
+        deployment = self.profile.point.deployment
+        assert deployment is not None, "a profile of the runtime"
+        before, now = (build[:SHOWN_BUILD] for build in (deployment.build, self.backend.deploy(None).build))
+        if before in ("", now):
+            return ""
+        text = f"the profile was measured with build {before} of {deployment.backend}, and build {now} runs"
+        self.console.say(text)
+        return text
 
     def prepared(self, workload: Workload) -> Workload:
         return workload.first_turns()
@@ -97,14 +126,37 @@ class CheckedEngine(CheckedBackend):
         backend = self.restore(base, command=None, console=self.console)
         yield _side(version.label, base, backend), _side(str(profile), self.profile, self.backend)
 
+    def measured_sides(self, checked: CheckedWorkload) -> tuple[Side, Side] | str | None:
+        profile, evidence = self.profile, self.profile.evidence
+        measured = evidence_for(profile, checked.workload, checked.runs, self.settings)
+        if isinstance(measured, str) or speculation_of(profile) is None:
+            return None
+        known = {
+            run.prompt_sha256: math.log(run.token_ms / plain_ms)
+            for run, plain_ms in zip(measured, evidence.plain_token_ms, strict=False)
+            if run.decode_ms > 0 and plain_ms > 0
+        }
+        for is_missing, reason in (
+            (profile.hardware.key != self.hardware.key, f"the profile was measured on {profile.hardware.key}"),
+            (
+                len(known) < PAIRS_PER_LAUNCH,
+                f"the profile has times of plain decoding and its own for {len(known)} of these prompts, and "
+                f"{PAIRS_PER_LAUNCH} are needed; search again, or give --against",
+            ),
+        ):
+            if is_missing:
+                return reason
+        plain = _side("plain decoding", profile, self.backend, is_plain=True)
+        return plain, replace(_side(str(self.settings.profile), profile, self.backend), known=known)
+
 
 def speculation_of(profile: DecodingProfile) -> Speculation | None:
     assert profile.point.deployment is not None, "a profile of the runtime"
     return profile.point.deployment.speculation
 
 
-def _side(label: str, profile: DecodingProfile, backend: Backend) -> Side:
-    configuration = speculation_of(profile)
+def _side(label: str, profile: DecodingProfile, backend: Backend, *, is_plain: bool = False) -> Side:
+    configuration = None if is_plain else speculation_of(profile)
     key = content_key(backend.deploy(configuration).model_dump(mode="json"))
     return Side(label, key, profile, lambda: backend.arm(configuration))
 

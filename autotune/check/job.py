@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from autotune.check.checked import CheckedBackend, CheckedWorkload
+from autotune.check.checked import CheckedBackend, CheckedWorkload, Side
 from autotune.check.comparison import Comparison
 from autotune.check.gates import skipped
 from autotune.check.in_engine import CheckedEngine, Restore
 from autotune.check.output import junit
-from autotune.check.result import TIME, CheckResult, Gate, Timing, verdict_of
+from autotune.check.result import PROFILE_TIME, TIME, CheckResult, Gate, Timing, verdict_of
 from autotune.check.settings import CheckSettings
 from autotune.console import Console
 from autotune.documents.decoding_profile import DecodingProfile
@@ -42,14 +42,10 @@ def run_check(settings: CheckSettings, console: Console, restore: Restore) -> Ch
         with closing(backend):
             checked = [backend.check(workload) for workload in workloads]
         gates = [gate for workload in checked for gate in workload.gates]
-        results = [workload.result for workload in checked]
-        if sides is not None:
-            design = Design(tolerance=settings.tolerance, limit=settings.limit, num_workloads=len(workloads))
-            comparison = Comparison(*sides, design, backend)
-            timings = _compare(comparison, checked, gates, settings.budget_s)
-            results = [
-                result.model_copy(update={"timing": timing}) for result, timing in zip(results, timings, strict=True)
-            ]
+        timings = _compare(sides, backend, checked, gates)
+    results = [
+        workload.result.model_copy(update={"timing": timing}) for workload, timing in zip(checked, timings, strict=True)
+    ]
     verdict, code = verdict_of(gates, inconclusive_fails=settings.on_inconclusive == "fail")
     result = CheckResult(
         provenance=stamp(),
@@ -97,19 +93,26 @@ def _evaluated(name: str, profile: DecodingProfile, settings: CheckSettings) -> 
 
 
 def _compare(
-    comparison: Comparison, checked: Sequence[CheckedWorkload], gates: list[Gate], budget_s: float
+    against: tuple[Side, Side] | None, backend: CheckedBackend, checked: Sequence[CheckedWorkload], gates: list[Gate]
 ) -> list[Timing | None]:
-    """Compare counts with the base, then times if no gate has failed. Adds the gates to ``gates``."""
-    if not has_failed(gates):
-        gates += [comparison.counts_gate(workload) for workload in checked]
-    if has_failed(gates):
-        gates += [skipped(TIME, workload.workload.name, "decided without timing") for workload in checked]
-        return [None] * len(checked)
-    deadline, timings = time.monotonic() + budget_s, []
+    """Compare counts with the base, then times with the base or the profile, if no gate has failed. Adds the gates to
+    ``gates``.
+    """
+    settings, timings = backend.settings, list[Timing | None]()
+    design = Design(tolerance=settings.tolerance, limit=settings.limit, num_workloads=len(checked))
+    if against is not None and not has_failed(gates):
+        gates += [Comparison(*against, design, backend).counts_gate(workload) for workload in checked]
+    deadline, is_decided = time.monotonic() + settings.budget_s, has_failed(gates)
     for number, workload in enumerate(checked):
-        left_s = (deadline - time.monotonic()) / (len(checked) - number)
-        gate, timing = comparison.time_gate(workload, budget_s=left_s)
-        gates.append(gate)
+        sides = against or backend.measured_sides(workload)
+        name, timing = workload.workload.name, None
+        if isinstance(sides, tuple) and not is_decided:
+            left_s = (deadline - time.monotonic()) / (len(checked) - number)
+            gate, timing = Comparison(*sides, design, backend).time_gate(workload, budget_s=left_s)
+            gates.append(gate)
+        elif sides is not None:
+            reason = sides if isinstance(sides, str) else "decided without timing"
+            gates.append(skipped(TIME if against else PROFILE_TIME, name, reason))
         timings.append(timing)
     return timings
 

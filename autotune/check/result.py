@@ -14,7 +14,7 @@ from autotune.files import Document
 GateVerdict = Literal["passed", "warned", "failed", "inconclusive", "skipped"]
 LOSSLESS = "lossless"
 COUNTS, BASE_COUNTS, REPLAY = "counts", "counts of the base", "counts of the replay"
-SPEEDUP, TIME = "minimum speedup", "time against the base"
+SPEEDUP, TIME, PROFILE_TIME = "minimum speedup", "time against the base", "time against the profile"
 
 
 class Gate(Document):
@@ -33,7 +33,9 @@ class Gate(Document):
 
 
 class Timing(Document):
-    """Base and head timed in pairs. A slowdown is the head's time over the base's, minus 1."""
+    """Base and head timed in pairs. A slowdown is the head's time over the base's, minus 1; against the profile, it is
+    the change of that ratio.
+    """
 
     base: str
     head: str
@@ -47,6 +49,8 @@ class Timing(Document):
     base_ms: list[float]
     """Decoding times of the base in the pairs, in order, in milliseconds."""
     head_ms: list[float]
+    margin: float = 0.0
+    """Uncertainty of the profile's ratio, which is added to the tolerance and to the limit."""
 
 
 class WorkloadResult(Document):

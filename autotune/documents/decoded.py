@@ -68,6 +68,11 @@ class Decoded(Document):
         return sum(self.accepted_lengths)
 
     @property
+    def token_ms(self) -> float:
+        """Decoding time per token after the first."""
+        return self.decode_ms / max(1, self.new_tokens - 1)
+
+    @property
     def counts(self) -> tuple[object, ...]:
         """The answer and the work of decoding it, which follow from models, tree and prompt, without noise."""
         work = (self.target_forwards, self.draft_forwards, self.verified_nodes, self.plain_steps)

@@ -140,6 +140,10 @@ class Evidence(Document):
 
     prompts: list[Decoded] = Field(default_factory=list)
     """The profile on the held-out prompts, without tokens: a check compares counts with them."""
+    plain_token_ms: list[float] = Field(default_factory=list)
+    """Plain decoding's time per token after the first for each of them, in the same run; empty in profiles of versions
+    that did not keep it.
+    """
     compared: list[ComparedArm] = Field(default_factory=list)
     configurations_replayed: int = 0
     best_default: str | None = None

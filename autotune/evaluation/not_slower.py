@@ -12,14 +12,18 @@ Pairs of one launch are not independent: two processes of the same program can d
 they live, and five consecutive pairs then have the same sign. Signed ranks are therefore summed by launch, and the sums
 are tested (after Rosner, Glynn and Lee 2006, but exactly). Tested pair by pair, an unchanged program would be called
 slower several times as often as stated (``benchmarks/check_power.py``).
+
+The base may also be a ratio that one earlier launch has measured, prompt by prompt (``NotSlower.known``). All launches
+then decode the same prompts in the order of that launch, so that it is one more launch of the same kind: its error has
+the standard deviation of their means, and twice that is added to the tolerance and to the limit.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -121,14 +125,24 @@ class NotSlower:
     """Seed of the order of the prompts."""
     must_agree: bool = True
     """Whether different answers make the arms incomparable."""
+    known: Mapping[str, float] = field(default_factory=dict)
+    """ln(t_head / t_base) that an earlier launch has measured, by the prompt's hash; without any, the arms are compared
+    with each other.
+    """
+    margin: float = field(default=0.0, init=False)
+    """Uncertainty of ``known`` at the last analysis, which is added to the tolerance and to the limit."""
     analysis: InterimAnalysis | None = field(default=None, init=False)
     """The last one; None before the first."""
     needed_s: float = field(default=0.0, init=False)
     """Time that the pairs before the next analysis take."""
 
     def blocks(self, prompts: Sequence[WorkloadPrompt]) -> list[Sequence[WorkloadPrompt]]:
-        """Pairs of one launch each. All prompts take turns, in a new random order each time."""
+        """Pairs of one launch each. All prompts take turns, in a new random order each time; with known ratios, each
+        launch has the first prompts in their order.
+        """
         num_pairs, pairs = self.design.max_pairs, list[WorkloadPrompt]()
+        if self.known:
+            return [prompts[:PAIRS_PER_LAUNCH]] * (num_pairs // PAIRS_PER_LAUNCH)
         for turn in range(math.ceil(num_pairs / len(prompts))):
             pairs += random.Random(f"{self.seed}/turn/{turn}").sample(list(prompts), len(prompts))
         return [pairs[begin : begin + PAIRS_PER_LAUNCH] for begin in range(0, num_pairs, PAIRS_PER_LAUNCH)]
@@ -152,8 +166,11 @@ class NotSlower:
         analyses, num_pairs = self.design.analyses, look.num_done
         block_s, self.left_s = self.left_s - look.left_s, look.left_s
         if num_pairs in analyses:
-            x = log_ratios(base, head)
-            self.analysis = interim_analysis(x, launches_of(num_pairs), analyses.index(num_pairs), self.design)
+            x, design = log_ratios(base, head, self.known), self.design
+            if self.known:
+                self.margin = 2 * float(np.std(x.reshape(-1, PAIRS_PER_LAUNCH).mean(1), ddof=1))
+                design = replace(design, tolerance=design.tolerance + self.margin, limit=design.limit + self.margin)
+            self.analysis = interim_analysis(x, launches_of(num_pairs), analyses.index(num_pairs), design)
             if self.analysis.verdict is not Verdict.CONTINUE or num_pairs == self.design.max_pairs:
                 return over
         num_missing = min(number for number in analyses if number > num_pairs) - num_pairs
@@ -161,10 +178,10 @@ class NotSlower:
         return over if self.needed_s > self.left_s else Judgement(look.remaining, look.running)
 
 
-def log_ratios(base: Sequence[Decoded], head: Sequence[Decoded]) -> Floats:
-    """ln(t_head / t_base) of each pair, by time per token after the first."""
-    times = [[run.decode_ms / max(1, run.new_tokens - 1) for run in runs] for runs in (base, head)]
-    return np.asarray(np.log(times[1]) - np.log(times[0]))
+def log_ratios(base: Sequence[Decoded], head: Sequence[Decoded], known: Mapping[str, float]) -> Floats:
+    """ln(t_head / t_base) of each pair, by time per token after the first, above the known ratio of its prompt."""
+    times = [[run.token_ms for run in runs] for runs in (base, head)]
+    return np.asarray(np.log(times[1]) - np.log(times[0]) - [known.get(run.prompt_sha256, 0.0) for run in base])
 
 
 def launches_of(num_pairs: int) -> NDArray[np.int64]:

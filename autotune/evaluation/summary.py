@@ -120,35 +120,35 @@ def ms_per_token(runs: Sequence[Decoded]) -> float:
 
 def time_ratio(runs: Sequence[Decoded], baseline: Sequence[Decoded], *, seed: int = 0) -> tuple[float, float]:
     """95 % interval of the ratio of pooled decoding times per token of ``runs`` and of their baseline
-    (``bootstrap_ratio``).
+    (``bootstrap_product``).
     """
     ms, tokens, baseline_ms, baseline_tokens = decoded_pairs(runs, baseline)
-    return bootstrap_ratio(ms, baseline_ms, above_units=tokens, below_units=baseline_tokens, seed=seed)
+    return bootstrap_product([ms, baseline_tokens], [baseline_ms, tokens], seed=seed)
 
 
-def bootstrap_ratio(
-    above: NDArray[np.float64],
-    below: NDArray[np.float64],
-    *,
-    above_units: NDArray[np.float64] | None = None,
-    below_units: NDArray[np.float64] | None = None,
-    seed: int = 0,
+def bootstrap_ratio(above: NDArray[np.float64], below: NDArray[np.float64], *, seed: int = 0) -> tuple[float, float]:
+    """95 % interval of ``sum(above) / sum(below)`` over resampled pairs (``bootstrap_product``)."""
+    return bootstrap_product([above], [below], seed=seed)
+
+
+def bootstrap_product(
+    above: Sequence[NDArray[np.float64]], below: Sequence[NDArray[np.float64]], *, seed: int = 0
 ) -> tuple[float, float]:
-    """95 % interval of ``sum(above) / sum(below)`` over resampled pairs (percentile bootstrap).
+    """95 % interval of the product of the sums of some arrays over that of others, for prompts that are resampled
+    together (percentile bootstrap).
 
-    With units, each sum is divided by the sum of its units first.
+    Args:
+        above: arrays [prompts].
+        below: arrays [prompts].
     """
     from scipy.stats import bootstrap  # takes a second to import
 
-    ones = np.ones_like(above)
-    data = (above, below, ones if above_units is None else above_units, ones if below_units is None else below_units)
+    def ratio(*arrays: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
+        sums = [array.sum(axis) for array in arrays]
+        return np.asarray(np.prod(sums[: len(above)], axis=0) / np.prod(sums[len(above) :], axis=0))
 
-    def ratio(
-        a: NDArray[np.float64], b: NDArray[np.float64], p: NDArray[np.float64], q: NDArray[np.float64], axis: int
-    ) -> NDArray[np.float64]:
-        return np.asarray(a.sum(axis) / b.sum(axis) * (q.sum(axis) / p.sum(axis)))
-
-    if len(above) == 1:  # scipy refuses a single pair
+    data = (*above, *below)
+    if len(data[0]) == 1:  # scipy refuses a single prompt
         return (only := float(ratio(*data, axis=-1))), only
     interval = bootstrap(
         data, ratio, paired=True, vectorized=True, n_resamples=NUM_RESAMPLES, method="percentile", rng=seed

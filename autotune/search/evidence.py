@@ -61,6 +61,7 @@ class Evaluation:
         ]
         return {
             "prompts": [run.without_tokens() for run in self.runs[decoded]],
+            "plain_token_ms": [run.token_ms for run in self.runs[AR][: len(self.runs[decoded])]],
             "compared": compared,
             "best_default": self.best_default,
             "gains": self.gains,

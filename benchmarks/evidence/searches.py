@@ -10,7 +10,7 @@ import numpy as np
 
 from autotune.cli.options import DURATION
 from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile
-from autotune.evaluation.summary import bootstrap_ratio
+from autotune.evaluation.summary import bootstrap_product
 from autotune.files import read_lines
 from autotune.search.thresholds import NUM_CONFIRMED
 from autotune.study.document import load_study
@@ -196,7 +196,7 @@ def speedup_row(
     arm_ms, arm_tokens, over_ms, over_tokens = (
         np.array([pair[side][key] for pair in pairs], np.float64) for side in (0, 1) for key in (ms, "tokens")
     )
-    low, high = bootstrap_ratio(over_ms, arm_ms, above_units=over_tokens, below_units=arm_tokens)
+    low, high = bootstrap_product([over_ms, arm_tokens], [arm_ms, over_tokens])
     speedup = float(over_ms.sum() / over_tokens.sum() * (arm_tokens.sum() / arm_ms.sum()))
     return {
         "task": task,

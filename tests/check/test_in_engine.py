@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from autotune.evaluation.arms import Arm
 from autotune.machine.container import num_cores
 from autotune.machine.device import cpu_fingerprint
 from autotune.workloads.prompt import WorkloadPrompt
-from tests.sample_documents import TARGET, decoding_profile, write_workload
+from tests.sample_documents import DEVICE, TARGET, decoding_profile, write_workload
 
 SPECULATION = Speculation(type="ngram-mod", options=OPTIONS["ngram-mod"])
 TOKENS = [5, 6, 7, 8, 9]
@@ -48,6 +48,8 @@ class FakeEngine:
     commands: list[str | None] = field(default_factory=list)
     started: list[str] = field(default_factory=list)
     running: int = 0
+    build: str = "b"
+    refuses: bool = False
 
     def __call__(self, profile: DecodingProfile, *, command: str | None, console: Console) -> Backend:
         self.commands.append(command)
@@ -65,13 +67,15 @@ class FakeEngine:
 
     @contextmanager
     def arm(self, configuration: Speculation | None) -> Iterator[Arm]:
+        if configuration and self.refuses:
+            raise UserError("no such type")
         self.started.append(self.deployment.command[-1] if configuration else "off")
         self.running += 1
         yield FakeServer(self, self.started[-1])
         self.running -= 1
 
     def deploy(self, configuration: Speculation | None) -> Deployment:
-        return cast(Deployment, self.deployment)
+        return cast(Deployment, self.deployment.model_copy(update={"build": self.build, "speculation": configuration}))
 
 
 class FakeServer(Arm):
@@ -106,11 +110,12 @@ def profile(speculation: Speculation | None = SPECULATION, word: str = "tuned", 
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A profile with the evidence of the engine as it is."""
     monkeypatch.chdir(tmp_path)
-    prompts = [{"prompt": f"Go on, {n}.", "split": "evaluate", "max_new_tokens": 12} for n in range(3)]
+    prompts = [{"prompt": f"Go on, {n}.", "split": "evaluate", "max_new_tokens": 12} for n in range(5)]
     write_workload(tmp_path, prompts)
     profile().save(tmp_path / "profile.json")
     known = check(FakeEngine()).workloads[0]
-    profile(evidence=Evidence(prompts=known.prompts)).save(tmp_path / "profile.json")
+    plain_token_ms = [ms / (len(TOKENS) - 1) for ms in known.plain_ms]
+    profile(evidence=Evidence(prompts=known.prompts, plain_token_ms=plain_token_ms)).save(tmp_path / "profile.json")
     return tmp_path
 
 
@@ -124,14 +129,14 @@ FIRST = "workload.jsonl:1"
 @pytest.mark.parametrize(
     ("engine", "settings", "expected", "exit_code"),
     [
-        (FakeEngine(), {}, "passed passed passed", 0),
-        (FakeEngine(), {"min_speedup": 1.9}, "passed passed passed passed", 0),
-        (FakeEngine(), {"min_speedup": 2.1}, "passed passed passed failed", 1),
+        (FakeEngine(), {}, "passed passed passed passed", 0),
+        (FakeEngine(), {"min_speedup": 1.9}, "passed passed passed passed passed", 0),
+        (FakeEngine(), {"min_speedup": 2.1}, "passed passed passed failed skipped", 1),
         # Another answer than plain decoding's and the search's: a batch rounds otherwise.
-        (FakeEngine(edits={FIRST: {"tokens": [5, 6, 1, 8, 9]}}), {}, "warned warned warned", 0),
+        (FakeEngine(edits={FIRST: {"tokens": [5, 6, 1, 8, 9]}}), {}, "warned warned warned passed", 0),
         # The same answers with other drafts: the build has another rule.
-        (FakeEngine(edits={FIRST: {"verified_nodes": 8}}), {}, "passed failed failed", 1),
-        (FakeEngine(predicted=(2, 9, 4)), {}, "passed passed failed", 1),
+        (FakeEngine(edits={FIRST: {"verified_nodes": 8}}), {}, "passed failed failed skipped", 1),
+        (FakeEngine(predicted=(2, 9, 4)), {}, "passed passed failed skipped", 1),
     ],
 )
 def test_gates(engine: FakeEngine, settings: dict[str, Any], expected: str, exit_code: int, world: Path) -> None:
@@ -139,7 +144,57 @@ def test_gates(engine: FakeEngine, settings: dict[str, Any], expected: str, exit
     assert " ".join(gate.verdict for gate in found.gates) == expected, found.gates
     assert found.exit_code == exit_code and found.hardware == cpu_fingerprint(num_cores())
     assert found.workloads[0].speedup == 2.0 and 'tests="' in (world / "check.xml").read_text()
-    assert engine.started == ["off", "tuned"], "a new server of each"
+    num_launches = 0 if exit_code else 11
+    assert engine.started.count("off") == engine.started.count("tuned") == 1 + num_launches, "a new server of each"
+
+
+@pytest.mark.parametrize(
+    ("ms", "changes", "verdict", "text"),
+    [
+        ({"off": 400.0, "tuned": 200.0}, {}, "passed", "0.0 % since the profile"),
+        ({"off": 200.0, "tuned": 115.0}, {}, "failed", "time over plain decoding's +15.0 % since the profile"),
+        ({"off": 200.0, "tuned": 115.0}, {"hardware": DEVICE}, "skipped", "measured on cpu/An abacus/1"),
+        ({"off": 200.0, "tuned": 115.0}, {"evidence": None}, "skipped", "for 0 of these prompts, and 5 are needed"),
+    ],
+)
+def test_times_are_compared_with_those_of_the_profile(
+    ms: dict[str, float], changes: dict[str, Any], verdict: str, text: str, world: Path
+) -> None:
+    """The ratio of two times on one machine: a slow machine is no regression. Other devices have other ratios."""
+    known = DecodingProfile.load("profile.json")
+    without = known.evidence.model_copy(update={"plain_token_ms": []})
+    known.model_copy(update={**changes, "evidence": changes.get("evidence", known.evidence) or without}).save(
+        "profile.json"
+    )
+    found = check(FakeEngine(ms=ms))
+    assert found.gates[-1].verdict == verdict and text in found.gates[-1].summary, found.gates[-1]
+    assert found.exit_code == (verdict == "failed") and (found.workloads[0].timing is None) is (verdict == "skipped")
+
+
+@pytest.mark.parametrize(
+    ("engine", "error", "message"),
+    [
+        (FakeEngine(build="b2"), None, ""),
+        (
+            FakeEngine(build="b2", refuses=True),
+            NotComparable,
+            "^no such type; .*build b of llama.cpp, and build b2 runs",
+        ),
+        (FakeEngine(refuses=True), UserError, "^no such type$"),
+        (
+            FakeEngine(build="b2", edits={f"workload.jsonl:{n}": {"tokens": [1, 2, 3, 8, 9]} for n in range(1, 6)}),
+            NotComparable,
+            "build b2 runs; it answers every prompt otherwise",
+        ),
+    ],
+)
+def test_another_build_is_named_and_checked_where_counts_compare(
+    engine: FakeEngine, error: type[UserError] | None, message: str, world: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(error, match=message) if error else nullcontext():  # type: ignore[attr-defined]
+        assert check(engine).verdict == "passed"
+    named = "the profile was measured with build b of llama.cpp, and build b2 runs"
+    assert (named in capsys.readouterr().err) is (engine.build == "b2")
 
 
 def test_a_profile_that_decodes_plainly_needs_one_server(world: Path) -> None:
@@ -155,7 +210,7 @@ def test_every_workload_has_new_servers(world: Path) -> None:
     engine = FakeEngine()
     (world / "other.jsonl").write_bytes((world / "workload.jsonl").read_bytes())
     assert check(engine, workloads=("workload.jsonl", "other.jsonl")).verdict == "passed"
-    assert engine.started == ["off", "tuned"] * 2
+    assert engine.started[:4] == ["off", "tuned"] * 2
 
 
 @pytest.mark.parametrize(

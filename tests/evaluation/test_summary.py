@@ -8,7 +8,14 @@ import pytest
 from autotune.documents.decoded import runs_dataframe
 from autotune.documents.decoding_profile import AR
 from autotune.errors import UserError
-from autotune.evaluation.summary import bootstrap_ratio, in_one_clock, is_significantly_slower, speedup, summarize
+from autotune.evaluation.summary import (
+    bootstrap_product,
+    bootstrap_ratio,
+    in_one_clock,
+    is_significantly_slower,
+    speedup,
+    summarize,
+)
 from tests.evaluation.sample_runs import run
 
 
@@ -48,7 +55,7 @@ def test_intervals_are_those_of_a_percentile_bootstrap() -> None:
         assert bootstrap_ratio(above, below) == pytest.approx(expected, abs=0.06 * np.ptp(expected))
         ratios *= below[draws].sum(1) / above_units[draws].sum(1)
         expected = np.quantile(ratios, [0.025, 0.975])
-        found = bootstrap_ratio(above, below, above_units=above_units, below_units=below)
+        found = bootstrap_product([above, below], [below, above_units])
         assert found == pytest.approx(expected, abs=0.06 * np.ptp(expected))
 
 
