@@ -30,5 +30,13 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         import importlib
 
-        return getattr(importlib.import_module(_MODULES[name]), name)
+        try:
+            return getattr(importlib.import_module(_MODULES[name]), name)
+        except ModuleNotFoundError as error:
+            from autotune.errors import UserError
+            from autotune.extras import missing_extra
+
+            if (line := missing_extra(error.name)) is None:
+                raise
+            raise UserError(line) from error
     raise AttributeError(f"module 'autotune' has no attribute {name!r}")

@@ -22,6 +22,7 @@ import platformdirs
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from autotune.errors import UserError, nearest, reading
+from autotune.extras import install_command
 from autotune.strict_parsing import parse_json, parse_yaml
 
 if TYPE_CHECKING:
@@ -362,7 +363,7 @@ def write_table(path: Path, frame: DataFrame) -> None:
     try:
         content = frame.to_parquet() if path.suffix == ".parquet" else frame.to_csv(index=False).encode()
     except ImportError:
-        raise UserError(f"{path}: Parquet files need pyarrow; pip install pyarrow, or write a .csv file") from None
+        raise UserError(f"{path}: Parquet files need pyarrow; {install_command('pyarrow')}, or write a .csv file") from None
     write_bytes(path, content)
 
 

@@ -19,6 +19,7 @@ import click
 
 from autotune.documents.provenance import DISTRIBUTION, version_of
 from autotune.errors import UserError, masked, nearest
+from autotune.extras import missing_extra
 
 # Loggers of packages that transformers imports; they report on the packages' own state.
 CHATTY = ("bitsandbytes", "torchao", "torch.utils._pytree", "huggingface_hub", "transformers.integrations.hub_kernels")
@@ -105,6 +106,8 @@ def _line_of(error: Exception) -> str | None:
         return str(error)
     if isinstance(error, click.UsageError):
         return " ".join(error.format_message().split())  # click may list choices line by line
+    if isinstance(error, ModuleNotFoundError):
+        return missing_extra(error.name)
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         place = f"{error.filename or 'a file'}: cannot be read or written ({error.strerror})"
         return f"{place}; free some space, or check its permissions"

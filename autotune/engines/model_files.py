@@ -8,17 +8,14 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autotune.documents.draft_kinds import KINDS, refuse_dflash
 from autotune.documents.speculation import ModelType
+from autotune.engines.raw_weights import RawWeight, read_weights, write_weights
 from autotune.errors import UserError
 from autotune.files import content_key, known_sha256_of, read_json, write_bytes
 from autotune.modeling.loading import resolve
-from autotune.modeling.weight_files import save_tensors
-
-if TYPE_CHECKING:
-    import torch
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "*.safetensors"
 COPIED = (".json", ".jinja", ".model", ".txt")
@@ -76,11 +73,9 @@ class ModelFiles:
         """Hash of the weights and the config."""
         return content_key([known_sha256_of(*sorted(self.folder.glob(WEIGHTS))), self.config])
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self) -> dict[str, RawWeight]:
         """All weights by name, mapped from their files."""
-        from safetensors.torch import load_file
-
-        return {name: tensor for path in self.folder.glob(WEIGHTS) for name, tensor in load_file(path).items()}
+        return {name: weight for path in self.folder.glob(WEIGHTS) for name, weight in read_weights(path).items()}
 
     def companions(self, left_out: Sequence[str] = ()) -> list[Path]:
         """Files beside the weights and the config: of the tokenizer, the processor and the chat template."""
@@ -106,11 +101,11 @@ def find_model_files(name: str, *, local_only: bool = True, weights: bool = Fals
 
 
 def write_model(
-    folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor], companions: Sequence[Path] = ()
+    folder: Path, config: dict[str, Any], weights: dict[str, RawWeight], companions: Sequence[Path] = ()
 ) -> None:
     """Write a checkpoint in a form that an engine loads. Its config is written last, and says that it is complete."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_tensors(folder / "model.safetensors", weights, {"format": "pt"})
+    write_weights(folder / "model.safetensors", weights)
     for path in companions:
         shutil.copyfile(path, folder / path.name)
     write_bytes(folder / CONFIG, (json.dumps(config, indent=1) + "\n").encode())
@@ -200,8 +195,6 @@ def served_draft(name: str, target: str, folder: Path) -> tuple[ModelType, Path]
 
 def _as_mimo(draft: ModelFiles, target: ModelFiles, folder: Path) -> Path:
     """The folder of a head in the form of MiMo's checkpoints, which is written unless it is there."""
-    import torch
-
     config = target.text_config
     if (kind := config.get("model_type")) not in ("llama", "qwen2"):
         raise UserError(
@@ -211,9 +204,10 @@ def _as_mimo(draft: ModelFiles, target: ModelFiles, folder: Path) -> Path:
     if (folder / CONFIG).exists():
         return folder
     tensors = {name: tensor for name, tensor in draft.weights().items() if name != FREQUENCIES}
-    tensors["eh_proj.weight"] = tensors["eh_proj.weight"].roll(config["hidden_size"], 1)  # MiMo's reads features first
+    # The projection has columns of the embedding and of the features; MiMo's reads the features first.
+    tensors["eh_proj.weight"] = tensors["eh_proj.weight"].with_first_columns_last(config["hidden_size"])
     for name in filter(QUERY.search, list(tensors)):
-        tensors[name.replace("weight", "bias")] = torch.zeros_like(tensors[name][:, 0])
+        tensors[name.replace("weight", "bias")] = tensors[name].zero_bias()
     weights = {
         f"model.mtp_layers.0.{MIMO_NAMES.get(name, name.removeprefix('layer.'))}": tensor
         for name, tensor in tensors.items()

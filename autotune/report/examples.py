@@ -71,9 +71,9 @@ def _tokenizer(target: str) -> Any | None:
     """``tokenizer.json`` from the target's folder or the Hugging Face cache, or a GGUF file's tokenizer; nothing is
     downloaded.
     """
-    from tokenizers import Tokenizer
-
     try:
+        from tokenizers import Tokenizer
+
         path = Path(resolve(target, weights=False, local_only=True))
         return (
             load_processor(str(path)).backend_tokenizer

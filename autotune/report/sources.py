@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import configuration_of
@@ -18,9 +19,11 @@ from autotune.replay.evaluator import Candidate
 from autotune.replay.reference_replay import ReplayedRound, rounds
 from autotune.replay.trace import Trace, load_trace
 from autotune.study.document import StudyDocument, files_by_age, find_study, load_study, newest_profile
-from autotune.study.ledger import Ledger, Record
 from autotune.study.records import ScreenedSubnet, screened_in
 from autotune.study.storage import LEDGER, RUNS, study_folder
+
+if TYPE_CHECKING:
+    from autotune.study.ledger import Record
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,8 @@ def _read_study(alone: Sources, folder: Path, study: StudyDocument, storage: str
     subnets: list[ScreenedSubnet] = []
     candidates: list[Candidate] = []
     if storage is not None or (folder / LEDGER).exists():
+        from autotune.study.ledger import Ledger
+
         ledger = Ledger(folder / LEDGER if storage is None else storage, must_exist=True)
         with ledger.reading():
             for stage, keys in study.records.items():

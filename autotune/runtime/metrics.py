@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from autotune.errors import UserError
+from autotune.extras import require
 from autotune.runtime.stats import FINISHED, STOPPED, DecodingStats
 
 PHASES: dict[str, Callable[[DecodingStats], float]] = {
@@ -46,10 +47,9 @@ class PrometheusMetrics:
     """
 
     def __init__(self, registry: Any = None) -> None:
-        try:
-            from prometheus_client import REGISTRY, Counter, Histogram
-        except ImportError:
-            raise UserError('metrics need prometheus-client; pip install "autotune-speculative[metrics]"') from None
+        require("prometheus_client")
+        from prometheus_client import REGISTRY, Counter, Histogram
+
         registry = REGISTRY if registry is None else registry
 
         def counter(name: str, text: str, *labels: str) -> Any:

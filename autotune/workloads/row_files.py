@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from autotune.errors import UserError, reading
+from autotune.extras import install_command
 from autotune.files import describe, read_text
 from autotune.strict_parsing import parse_json
 
@@ -71,6 +72,6 @@ def _parquet_rows(path: Path) -> list[dict[str, Any]]:
     try:
         import pyarrow.parquet as parquet
     except ImportError:
-        raise UserError(f"{path}: Parquet files need pyarrow; pip install pyarrow, or give a JSONL file") from None
+        raise UserError(f"{path}: Parquet files need pyarrow; {install_command('pyarrow')}, or give a JSONL file") from None
     with reading(f"{path}: not a readable Parquet file", "check the path, or download it again"):
         return list(parquet.read_table(path).to_pylist())
