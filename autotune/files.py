@@ -363,7 +363,9 @@ def write_table(path: Path, frame: DataFrame) -> None:
     try:
         content = frame.to_parquet() if path.suffix == ".parquet" else frame.to_csv(index=False).encode()
     except ImportError:
-        raise UserError(f"{path}: Parquet files need pyarrow; {install_command('pyarrow')}, or write a .csv file") from None
+        raise UserError(
+            f"{path}: Parquet files need pyarrow; {install_command('pyarrow')}, or write a .csv file"
+        ) from None
     write_bytes(path, content)
 
 

@@ -18,6 +18,7 @@ from autotune.documents.deployment import RUNTIME
 from autotune.documents.execution import check_capture_sizes
 from autotune.documents.option_fields import extra_of, option_name
 from autotune.errors import UserError
+from autotune.extras import require
 from autotune.modeling.loading import Dtype
 from autotune.strict_parsing import parse_json
 from autotune.study.outputs import require_replaceable
@@ -92,6 +93,7 @@ def _variables(text: str) -> dict[str, Any]:
 def _table_file(text: str) -> Path:
     if Path(text).suffix not in (".csv", ".parquet"):
         raise ValueError("its suffix names no format")
+    require("pandas")  # before the work, of which the table is written in the end
     require_replaceable(Path(text), "--table")
     return Path(text)
 

@@ -72,9 +72,9 @@ def _tokenizer(target: str) -> Any | None:
     downloaded.
     """
     try:
+        path = Path(resolve(target, weights=False, local_only=True))
         from tokenizers import Tokenizer
 
-        path = Path(resolve(target, weights=False, local_only=True))
         return (
             load_processor(str(path)).backend_tokenizer
             if path.is_file()

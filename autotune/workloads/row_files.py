@@ -72,6 +72,8 @@ def _parquet_rows(path: Path) -> list[dict[str, Any]]:
     try:
         import pyarrow.parquet as parquet
     except ImportError:
-        raise UserError(f"{path}: Parquet files need pyarrow; {install_command('pyarrow')}, or give a JSONL file") from None
+        raise UserError(
+            f"{path}: Parquet files need pyarrow; {install_command('pyarrow')}, or give a JSONL file"
+        ) from None
     with reading(f"{path}: not a readable Parquet file", "check the path, or download it again"):
         return list(parquet.read_table(path).to_pylist())

@@ -122,9 +122,7 @@ def test_an_mtp_head_is_written_as_one_of_mimo(tmp_path: Path) -> None:
     kind, folder = served_draft("digits/mtp", BUNDLED_TARGET, tmp_path)
     assert kind == "mtp" and served_draft("digits/mtp", BUNDLED_TARGET, tmp_path) == (kind, folder)
     own = tensors(bundled("digits/mtp").folder)
-    found = {
-        name.removeprefix("model.mtp_layers.0."): tensor for name, tensor in tensors(folder).items()
-    }
+    found = {name.removeprefix("model.mtp_layers.0."): tensor for name, tensor in tensors(folder).items()}
     embedding, features = torch.randn(2, 5, len(own["enorm.weight"]))
     expected = torch.cat([embedding, features], -1) @ own["eh_proj.weight"].float().t()
     actual = torch.cat([features, embedding], -1) @ found["input_proj.weight"].float().t()
