@@ -27,16 +27,8 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
+    from autotune.errors import imported
+
     if name in _MODULES:
-        import importlib
-
-        try:
-            return getattr(importlib.import_module(_MODULES[name]), name)
-        except ModuleNotFoundError as error:
-            from autotune.errors import UserError
-            from autotune.extras import missing_extra
-
-            if (line := missing_extra(error.name)) is None:
-                raise
-            raise UserError(line) from error
+        return getattr(imported(_MODULES[name]), name)
     raise AttributeError(f"module 'autotune' has no attribute {name!r}")

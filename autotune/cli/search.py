@@ -11,7 +11,6 @@ from autotune.cli import options
 from autotune.cli.verb import Verb
 from autotune.documents.deployment import RUNTIME
 from autotune.documents.option_fields import make_settings
-from autotune.extras import require
 from autotune.study.search_settings import SearchSettings
 
 DEMONSTRATION = "no --target: tuning the bundled demonstration `digits`; give --target MODEL for a model of your own"
@@ -58,8 +57,6 @@ def command(context: click.Context, /, as_json: bool, is_verbose: bool, is_plan:
     is_given = context.get_parameter_source("target") is not ParameterSource.DEFAULT
     if not settings.backends:
         click.echo(f"tuning {settings.target}" if is_given else DEMONSTRATION, err=True)
-    if models:
-        require("torch")  # before an engine is tuned for the race with the runtime
     for model in models:
         require_models(model, settings.drafts)
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autotune.documents.draft_kinds import KINDS, refuse_dflash
 from autotune.documents.speculation import ModelType
-from autotune.engines.raw_weights import RawWeight, read_weights, write_weights
 from autotune.errors import UserError
 from autotune.files import content_key, known_sha256_of, read_json, write_bytes
 from autotune.modeling.loading import resolve
+from autotune.modeling.weight_files import check_whole
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "*.safetensors"
 COPIED = (".json", ".jinja", ".model", ".txt")
@@ -38,6 +43,15 @@ MIMO_NAMES = {
     "eh_proj.weight": "input_proj.weight",
 }
 """Names of an mtp head's weights in MiMo's checkpoints, which have the others without ``layer.``."""
+HEAD_BYTES = 8  # the length of the header of a safetensors file
+
+
+class RawWeight(NamedTuple):
+    """A weight as the bytes of a safetensors file, which needs no torch: numpy has no bfloat16."""
+
+    dtype: str
+    shape: list[int]
+    content: NDArray[np.uint8]  # the elements row by row, [bytes]
 
 
 @dataclass(frozen=True)
@@ -98,6 +112,39 @@ def find_model_files(name: str, *, local_only: bool = True, weights: bool = Fals
         raise
     config = read_json(folder / CONFIG) if folder.is_dir() else None
     return ModelFiles(folder, config) if isinstance(config, dict) else None
+
+
+def read_weights(path: Path) -> dict[str, RawWeight]:
+    """The weights of a safetensors file by name, mapped into memory.
+
+    Raises:
+        UserError: the file ends before a weight does.
+    """
+    check_whole(path)
+    content = np.memmap(path, np.uint8, mode="r")
+    begin = HEAD_BYTES + int.from_bytes(content[:HEAD_BYTES].tobytes(), "little")
+    entries = json.loads(content[HEAD_BYTES:begin].tobytes())
+    return {
+        name: RawWeight(entry["dtype"], entry["shape"], content[begin:][slice(*entry["data_offsets"])])
+        for name, entry in entries.items()
+        if name != "__metadata__"
+    }
+
+
+def write_weights(path: Path, weights: dict[str, RawWeight]) -> None:
+    """Write a safetensors file. Weights of larger elements come first, so that each begins at a multiple of their
+    size.
+    """
+    ordered = sorted(weights.items(), key=lambda entry: -len(entry[1].content) / max(1, math.prod(entry[1].shape)))
+    ends = itertools.accumulate((len(weight.content) for _, weight in ordered), initial=0)
+    entries = {
+        name: {"dtype": weight.dtype, "shape": weight.shape, "data_offsets": span}
+        for (name, weight), span in zip(ordered, itertools.pairwise(ends), strict=True)
+    }
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    text += b" " * (-len(text) % HEAD_BYTES)
+    head = len(text).to_bytes(HEAD_BYTES, "little")
+    write_bytes(path, b"".join([head, text, *(weight.content.data for _, weight in ordered)]))
 
 
 def write_model(
@@ -204,10 +251,14 @@ def _as_mimo(draft: ModelFiles, target: ModelFiles, folder: Path) -> Path:
     if (folder / CONFIG).exists():
         return folder
     tensors = {name: tensor for name, tensor in draft.weights().items() if name != FREQUENCIES}
-    # The projection has columns of the embedding and of the features; MiMo's reads the features first.
-    tensors["eh_proj.weight"] = tensors["eh_proj.weight"].with_first_columns_last(config["hidden_size"])
+    joined = tensors["eh_proj.weight"]  # columns of the embedding, then of the features, which MiMo's reads first
+    halves = joined.content.reshape(joined.shape[0], 2, -1)
+    tensors["eh_proj.weight"] = joined._replace(content=halves[:, ::-1].reshape(-1))
     for name in filter(QUERY.search, list(tensors)):
-        tensors[name.replace("weight", "bias")] = tensors[name].zero_bias()
+        weight = tensors[name]
+        tensors[name.replace("weight", "bias")] = weight._replace(
+            shape=weight.shape[:1], content=np.zeros(len(weight.content) // weight.shape[1], np.uint8)
+        )
     weights = {
         f"model.mtp_layers.0.{MIMO_NAMES.get(name, name.removeprefix('layer.'))}": tensor
         for name, tensor in tensors.items()

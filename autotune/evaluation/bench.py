@@ -18,8 +18,8 @@ from autotune.evaluation.bench_tables import arms_table, benchmark_results, gain
 from autotune.evaluation.race import Everyone, Race, race
 from autotune.evaluation.runner import SLOW_FORWARD, SLOW_PREFILL, ArmRunner
 from autotune.evaluation.summary import summarize
-from autotune.machine.contention_monitor import ContentionMonitor, wait_until_idle
 from autotune.machine.container import num_cores
+from autotune.machine.contention_monitor import ContentionMonitor, wait_until_idle
 from autotune.machine.device import cpu_fingerprint, fingerprint
 from autotune.replay.degenerate_answers import degenerate_answers
 from autotune.workloads.chat import Variables
@@ -111,12 +111,13 @@ def run_bench(
     limits = [prompt.settings.max_new_tokens for prompt in prompts.prompts]
     if (degenerate := degenerate_answers([run.tokens for run in runs[AR]], limits)) is not None:
         console.say(degenerate)
-    hardware = fingerprint(device) if profile.backend == RUNTIME else cpu_fingerprint(num_cores())
     if profile.backend != RUNTIME:
         runs = {name: [run.in_passes for run in of_arm] for name, of_arm in runs.items()}
     return {
         "provenance": stamp(contention).model_dump(mode="json"),
-        "hardware": hardware.model_dump(mode="json"),
+        "hardware": (fingerprint(device) if profile.backend == RUNTIME else cpu_fingerprint(num_cores())).model_dump(
+            mode="json"
+        ),
         "workload": prompts.name,
         "workload_sha256": prompts.sha256,
         "seed": seed,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import configuration_of
@@ -22,9 +22,6 @@ from autotune.study.document import StudyDocument, files_by_age, find_study, loa
 from autotune.study.records import ScreenedSubnet, screened_in
 from autotune.study.storage import LEDGER, RUNS, study_folder
 
-if TYPE_CHECKING:
-    from autotune.study.ledger import Record
-
 
 @dataclass(frozen=True)
 class Sources:
@@ -40,7 +37,7 @@ class Sources:
     """Each subnet once."""
     candidates: list[Candidate] = field(default_factory=list)
     """Each configuration once, fastest first."""
-    runs: list[Record] = field(default_factory=list)
+    runs: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -67,7 +64,7 @@ class Sources:
         return [] if draft is None else [(ModelReference(id=draft.id, sha256=draft.sha256), draft.kind)]
 
     @functools.cached_property
-    def evidence_runs(self) -> list[Record]:
+    def evidence_runs(self) -> list[dict[str, Any]]:
         """The runs on held-out prompts that are the profile's evidence."""
         configuration = configuration_of(self.profile.point) if self.profile else None
         if self.profile is None or configuration is None:
@@ -126,7 +123,7 @@ def find_sources(given: Path, *, study: str | None = None, storage: str | None =
 
 def _read_study(alone: Sources, folder: Path, study: StudyDocument, storage: str | None) -> Sources:
     """A profile's sources with the documents of its study."""
-    records: dict[str, list[Record]] = {}
+    records: dict[str, list[dict[str, Any]]] = {}
     subnets: list[ScreenedSubnet] = []
     candidates: list[Candidate] = []
     if storage is not None or (folder / LEDGER).exists():

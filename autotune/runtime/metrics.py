@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from prometheus_client import REGISTRY, Counter, Histogram
 
 from autotune.errors import UserError
-from autotune.extras import require
 from autotune.runtime.stats import FINISHED, STOPPED, DecodingStats
 
 PHASES: dict[str, Callable[[DecodingStats], float]] = {
@@ -43,13 +43,10 @@ class PrometheusMetrics:
         registry: a ``prometheus_client.CollectorRegistry``; None: the process's own. One registry takes one decoder.
 
     Raises:
-        UserError: prometheus-client is not installed, or the registry has another decoder.
+        UserError: the registry has another decoder.
     """
 
     def __init__(self, registry: Any = None) -> None:
-        require("prometheus_client")
-        from prometheus_client import REGISTRY, Counter, Histogram
-
         registry = REGISTRY if registry is None else registry
 
         def counter(name: str, text: str, *labels: str) -> Any:

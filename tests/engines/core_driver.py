@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from autotune.extras import EXTRAS
+from autotune.errors import EXTRAS
 
 original = builtins.__import__
 imported: set[str] = set()

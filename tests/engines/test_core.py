@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from autotune.cli.main import VERBS
-from autotune.extras import EXTRAS
+from autotune.errors import EXTRAS
 from tests.engines.recorded_images import image_prompts
 from tests.engines.recorded_llama import LIMIT, PROMPTS
 from tests.imports import ROOT
@@ -42,11 +42,13 @@ REFUSED = {
 }
 """Commands that the core begins, and what they end with."""
 NEEDING = {
-    "runtime": ["search", "search --gpu h100", "search --backend llama.cpp=model.gguf --backend runtime", "doctor"]
-    + ["measure --draft digits/star", "run runtime.json --prompt x"]
-    + ["check runtime.json --workload digits", "bench runtime.json --workload digits", "record"],
+    "runtime": [
+        *("search", "search --gpu h100", "search --backend llama.cpp=model.gguf --backend runtime"),
+        *("doctor", "measure --draft digits/star", "record", "run runtime.json --prompt x"),
+        *("check runtime.json --workload digits", "bench runtime.json --workload digits"),
+    ],
     "serve": ["serve runtime.json --port 0"],
-    "parquet": ["bench llama.json --table runs.csv"],
+    "parquet": ["bench llama.json --table runs.csv", "bench llama.json --table runs.parquet"],
 }
 """Commands by the extra that they need."""
 API = {"runtime": ["autotune.load('runtime.json')", "autotune.Decoder"]}
@@ -119,7 +121,7 @@ def test_packages_are_named_with_an_extra_that_installs_them() -> None:
         packages = {package for package, name in EXTRAS.items() if name == extra}
         assert distributions_of(packages) <= names_of(extras[extra]), extra
     missing = names_of(extras["runtime"]) - distributions_of(set(EXTRAS))
-    assert not missing, "autotune/extras.py does not name them"
+    assert not missing, "autotune/errors.py does not name them"
 
 
 @functools.cache

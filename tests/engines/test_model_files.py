@@ -8,8 +8,15 @@ from typing import Any
 
 import pytest
 
-from autotune.engines.model_files import ModelFiles, find_model_files, served_draft, served_target, text_part
-from autotune.engines.raw_weights import read_weights, write_weights
+from autotune.engines.model_files import (
+    ModelFiles,
+    find_model_files,
+    read_weights,
+    served_draft,
+    served_target,
+    text_part,
+    write_weights,
+)
 from autotune.errors import UserError
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET
 from tests.documents.test_draft_kinds import DFLASH, write_dflash
