@@ -27,8 +27,8 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        import importlib
+    from autotune.errors import imported
 
-        return getattr(importlib.import_module(_MODULES[name]), name)
+    if name in _MODULES:
+        return getattr(imported(_MODULES[name]), name)
     raise AttributeError(f"module 'autotune' has no attribute {name!r}")

@@ -6,6 +6,16 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+EXTRAS = {
+    **dict.fromkeys(("accelerate", "numba", "optuna", "safetensors", "sklearn", "sqlalchemy"), "runtime"),
+    **dict.fromkeys(("tokenizers", "torch", "transformers"), "runtime"),
+    **dict.fromkeys(("pandas", "pyarrow"), "parquet"),
+    **dict.fromkeys(("fastapi", "starlette", "uvicorn"), "serve"),
+    **{"av": "video", "gguf": "gguf", "prometheus_client": "metrics", "psycopg": "postgresql"},
+}  # that install a package which the core does not have, by import name; see pyproject.toml
 
 
 def masked(text: str) -> str:
@@ -37,6 +47,26 @@ class NotComparable(UserError):
 
 class ArmFailed(UserError):
     """A way to decode cannot go on, such as an engine that has ended: a race continues without it."""
+
+
+def explained(error: Exception) -> Exception:
+    """The error of an import that has failed, with the extra that installs the package; any other error as it is."""
+    if not isinstance(error, ModuleNotFoundError) or (extra := EXTRAS.get(str(error.name))) is None:
+        return error
+    advice = f"pip install 'autotune-speculative[{extra}]'"
+    return UserError(f"{error.name} is not installed; this needs the extra {extra}: {advice}")
+
+
+def imported(module: str) -> Any:
+    """Import a module of a package that the core does not have.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        raise explained(error) from None
 
 
 def first_line(error: Exception) -> str:

@@ -359,11 +359,7 @@ def _write_new(path: Path, content: bytes, opened: Path, flags: int) -> None:
 
 def write_table(path: Path, frame: DataFrame) -> None:
     """Write a data frame atomically: as Parquet if the suffix says so, which needs pyarrow, else as CSV."""
-    try:
-        content = frame.to_parquet() if path.suffix == ".parquet" else frame.to_csv(index=False).encode()
-    except ImportError:
-        raise UserError(f"{path}: Parquet files need pyarrow; pip install pyarrow, or write a .csv file") from None
-    write_bytes(path, content)
+    write_bytes(path, frame.to_parquet() if path.suffix == ".parquet" else frame.to_csv(index=False).encode())
 
 
 def append_line(path: Path, *records: dict[str, Any]) -> None:

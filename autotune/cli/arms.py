@@ -43,11 +43,9 @@ def compared_arms(
 
         yield runtime_arms(source, prompts, console, names=names, draft=draft, device=device, dtype=dtype)
         return
-    from autotune.machine.device import choose_device
-
     has_default = names is None or profile.evidence.best_default in names
     with arms_of(profile, command=engine_command, console=console, with_default=has_default) as arms:
-        yield BenchArms(list(arms.values()), prompts.first_turns()), choose_device(device)
+        yield BenchArms(list(arms.values()), prompts.first_turns()), "cpu"
 
 
 def measured_loads(

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import click
 
 from autotune.documents.provenance import DISTRIBUTION, version_of
-from autotune.errors import UserError, masked, nearest
+from autotune.errors import UserError, explained, masked, nearest
 
 # Loggers of packages that transformers imports; they report on the packages' own state.
 CHATTY = ("bitsandbytes", "torchao", "torch.utils._pytree", "huggingface_hub", "transformers.integrations.hub_kernels")
@@ -60,7 +60,7 @@ class Commands(click.Group):
             _say("interrupted; run the same command to continue" if verb in CONTINUED else "interrupted")
             sys.exit(128 + getattr(abort.__cause__, "number", signal.SIGINT))
         except Exception as error:
-            _end(error)
+            _end(explained(error))
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -12,7 +12,6 @@ import click
 from autotune.cli import options
 from autotune.cli.verb import Verb
 from autotune.documents.option_fields import make_settings
-from autotune.errors import UserError
 from autotune.modeling.loading import Dtype
 from autotune.serve.settings import ServeSettings
 
@@ -71,16 +70,14 @@ def command(
         serve_deployment(deployment, address, name, settings.api_key, announce)
         return 0
 
-    try:
-        from autotune.serve.server import ApiServer
-    except ImportError as error:
-        raise UserError(f'serving needs {error.name}; pip install "autotune-speculative[serve]"') from None
-
-    from autotune.runtime.load import load
+    from autotune.serve.server import ApiServer
 
     listener, address = listen(settings)
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
     logging.getLogger("autotune.requests").setLevel(logging.INFO)  # a line for every request
+
+    from autotune.runtime.load import load
+
     changed = document.model_copy(update={"chat_template_kwargs": chat_template_kwargs})
     load_profile = partial(
         load, profile if chat_template_kwargs is None else changed, device=device, dtype=dtype, console=console

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autotune.documents.draft_kinds import KINDS, refuse_dflash
 from autotune.documents.speculation import ModelType
 from autotune.errors import UserError
 from autotune.files import content_key, known_sha256_of, read_json, write_bytes
 from autotune.modeling.loading import resolve
-from autotune.modeling.weight_files import save_tensors
-
-if TYPE_CHECKING:
-    import torch
+from autotune.modeling.weight_files import check_whole
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "*.safetensors"
 COPIED = (".json", ".jinja", ".model", ".txt")
@@ -41,6 +43,15 @@ MIMO_NAMES = {
     "eh_proj.weight": "input_proj.weight",
 }
 """Names of an mtp head's weights in MiMo's checkpoints, which have the others without ``layer.``."""
+HEAD_BYTES = 8  # the length of the header of a safetensors file
+
+
+class RawWeight(NamedTuple):
+    """A weight as the bytes of a safetensors file, which needs no torch: numpy has no bfloat16."""
+
+    dtype: str
+    shape: list[int]
+    content: NDArray[np.uint8]  # the elements row by row, [bytes]
 
 
 @dataclass(frozen=True)
@@ -76,11 +87,9 @@ class ModelFiles:
         """Hash of the weights and the config."""
         return content_key([known_sha256_of(*sorted(self.folder.glob(WEIGHTS))), self.config])
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self) -> dict[str, RawWeight]:
         """All weights by name, mapped from their files."""
-        from safetensors.torch import load_file
-
-        return {name: tensor for path in self.folder.glob(WEIGHTS) for name, tensor in load_file(path).items()}
+        return {name: weight for path in self.folder.glob(WEIGHTS) for name, weight in read_weights(path).items()}
 
     def companions(self, left_out: Sequence[str] = ()) -> list[Path]:
         """Files beside the weights and the config: of the tokenizer, the processor and the chat template."""
@@ -105,12 +114,45 @@ def find_model_files(name: str, *, local_only: bool = True, weights: bool = Fals
     return ModelFiles(folder, config) if isinstance(config, dict) else None
 
 
+def read_weights(path: Path) -> dict[str, RawWeight]:
+    """The weights of a safetensors file by name, mapped into memory.
+
+    Raises:
+        UserError: the file ends before a weight does.
+    """
+    check_whole(path)
+    content = np.memmap(path, np.uint8, mode="r")
+    begin = HEAD_BYTES + int.from_bytes(content[:HEAD_BYTES].tobytes(), "little")
+    entries = json.loads(content[HEAD_BYTES:begin].tobytes())
+    return {
+        name: RawWeight(entry["dtype"], entry["shape"], content[begin:][slice(*entry["data_offsets"])])
+        for name, entry in entries.items()
+        if name != "__metadata__"
+    }
+
+
+def write_weights(path: Path, weights: dict[str, RawWeight]) -> None:
+    """Write a safetensors file. Weights of larger elements come first, so that each begins at a multiple of their
+    size.
+    """
+    ordered = sorted(weights.items(), key=lambda entry: -len(entry[1].content) / max(1, math.prod(entry[1].shape)))
+    ends = itertools.accumulate((len(weight.content) for _, weight in ordered), initial=0)
+    entries = {
+        name: {"dtype": weight.dtype, "shape": weight.shape, "data_offsets": span}
+        for (name, weight), span in zip(ordered, itertools.pairwise(ends), strict=True)
+    }
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    text += b" " * (-len(text) % HEAD_BYTES)
+    head = len(text).to_bytes(HEAD_BYTES, "little")
+    write_bytes(path, b"".join([head, text, *(weight.content.data for _, weight in ordered)]))
+
+
 def write_model(
-    folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor], companions: Sequence[Path] = ()
+    folder: Path, config: dict[str, Any], weights: dict[str, RawWeight], companions: Sequence[Path] = ()
 ) -> None:
     """Write a checkpoint in a form that an engine loads. Its config is written last, and says that it is complete."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_tensors(folder / "model.safetensors", weights, {"format": "pt"})
+    write_weights(folder / "model.safetensors", weights)
     for path in companions:
         shutil.copyfile(path, folder / path.name)
     write_bytes(folder / CONFIG, (json.dumps(config, indent=1) + "\n").encode())
@@ -200,8 +242,6 @@ def served_draft(name: str, target: str, folder: Path) -> tuple[ModelType, Path]
 
 def _as_mimo(draft: ModelFiles, target: ModelFiles, folder: Path) -> Path:
     """The folder of a head in the form of MiMo's checkpoints, which is written unless it is there."""
-    import torch
-
     config = target.text_config
     if (kind := config.get("model_type")) not in ("llama", "qwen2"):
         raise UserError(
@@ -211,9 +251,14 @@ def _as_mimo(draft: ModelFiles, target: ModelFiles, folder: Path) -> Path:
     if (folder / CONFIG).exists():
         return folder
     tensors = {name: tensor for name, tensor in draft.weights().items() if name != FREQUENCIES}
-    tensors["eh_proj.weight"] = tensors["eh_proj.weight"].roll(config["hidden_size"], 1)  # MiMo's reads features first
+    joined = tensors["eh_proj.weight"]  # columns of the embedding, then of the features, which MiMo's reads first
+    halves = joined.content.reshape(joined.shape[0], 2, -1)
+    tensors["eh_proj.weight"] = joined._replace(content=halves[:, ::-1].reshape(-1))
     for name in filter(QUERY.search, list(tensors)):
-        tensors[name.replace("weight", "bias")] = torch.zeros_like(tensors[name][:, 0])
+        weight = tensors[name]
+        tensors[name.replace("weight", "bias")] = weight._replace(
+            shape=weight.shape[:1], content=np.zeros(len(weight.content) // weight.shape[1], np.uint8)
+        )
     weights = {
         f"model.mtp_layers.0.{MIMO_NAMES.get(name, name.removeprefix('layer.'))}": tensor
         for name, tensor in tensors.items()

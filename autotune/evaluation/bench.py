@@ -18,8 +18,9 @@ from autotune.evaluation.bench_tables import arms_table, benchmark_results, gain
 from autotune.evaluation.race import Everyone, Race, race
 from autotune.evaluation.runner import SLOW_FORWARD, SLOW_PREFILL, ArmRunner
 from autotune.evaluation.summary import summarize
+from autotune.machine.container import num_cores
 from autotune.machine.contention_monitor import ContentionMonitor, wait_until_idle
-from autotune.machine.device import fingerprint
+from autotune.machine.device import cpu_fingerprint, fingerprint
 from autotune.replay.degenerate_answers import degenerate_answers
 from autotune.workloads.chat import Variables
 from autotune.workloads.formats import OWN, Format
@@ -84,7 +85,7 @@ def run_bench(
     """Measure arms and print tables; returns the figures as JSON.
 
     Args:
-        device: on which arms decode.
+        device: on which arms decode; ``cpu`` for those of an engine, whose GPU its own process uses.
         seed: of the order of the runs, and of bootstrap intervals.
         wait_until_idle_s: the longest time to wait until the machine is idle; None: do not wait.
 
@@ -114,7 +115,9 @@ def run_bench(
         runs = {name: [run.in_passes for run in of_arm] for name, of_arm in runs.items()}
     return {
         "provenance": stamp(contention).model_dump(mode="json"),
-        "hardware": fingerprint(device).model_dump(mode="json"),
+        "hardware": (fingerprint(device) if profile.backend == RUNTIME else cpu_fingerprint(num_cores())).model_dump(
+            mode="json"
+        ),
         "workload": prompts.name,
         "workload_sha256": prompts.sha256,
         "seed": seed,

@@ -62,13 +62,13 @@ def check_finite(tensors: Mapping[str, Any], *, source: object) -> None:
             )
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Any], metadata: dict[str, str] | None = None) -> None:
+def save_tensors(path: Path, tensors: Mapping[str, Any]) -> None:
     """Write a safetensors file by ``write_bytes``: safetensors' own files are their owner's alone, and a killed process
     leaves parts.
     """
     from safetensors.torch import save
 
-    write_bytes(path, save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata))
+    write_bytes(path, save({name: tensor.contiguous() for name, tensor in tensors.items()}))
 
 
 def save_content(path: Path, content: Mapping[str, Any]) -> None:

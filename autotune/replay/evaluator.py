@@ -19,7 +19,6 @@ from autotune.files import Document
 from autotune.machine.container import num_cores
 from autotune.replay.prices import PriceDraws, TreePricing
 from autotune.replay.replay import Replay, check_reach, plain_decode_ms, replay
-from autotune.replay.sequoia import rank_acceptance, sequoia_trees
 from autotune.replay.trace import Trace
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import Policy, parse_policy
@@ -205,6 +204,8 @@ class Evaluator:
 
     def template_trees(self, variant: DraftVariant, values: Mapping[str, Iterable[int]]) -> list[Tree]:
         """Sequoia's trees for a draft variant, and the published ones, of the values of ``budget`` and ``depth``."""
+        from autotune.replay.sequoia import rank_acceptance, sequoia_trees
+
         acceptance = rank_acceptance(self.traces[variant])
         trees = sequoia_trees(acceptance, budgets=values["budget"], depths=values["depth"])
         published = [parse_policy(one.tree) for one in PUBLISHED_DEFAULTS.values()]

@@ -71,10 +71,10 @@ def _tokenizer(target: str) -> Any | None:
     """``tokenizer.json`` from the target's folder or the Hugging Face cache, or a GGUF file's tokenizer; nothing is
     downloaded.
     """
-    from tokenizers import Tokenizer
-
     try:
         path = Path(resolve(target, weights=False, local_only=True))
+        from tokenizers import Tokenizer
+
         return (
             load_processor(str(path)).backend_tokenizer
             if path.is_file()

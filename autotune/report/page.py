@@ -94,7 +94,7 @@ def render(sources: Sources, *, workload: str | None = None) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     profile, path, study = sources.profile, sources.profile_path, sources.study
-    tokens = TokenTexts(sources.target.id if sources.target else "")
+    tokens = TokenTexts(sources.target.id if sources.target and sources.traces else "")
     example = decoded_example(sources, find_prompts(sources, workload), tokens)
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined)
     templates.trim_blocks = templates.lstrip_blocks = True
@@ -110,7 +110,7 @@ def render(sources: Sources, *, workload: str | None = None) -> str:
         is_estimated=sources.table.estimated if sources.table else False,
         decoding=decoding_table(profile) if profile else None,
         sections=sections_of(sources, example),
-        has_tokenizer=tokens.has_tokenizer,
+        has_tokenizer=example is None or tokens.has_tokenizer,
         provenance=provenance_tables(sources),
         commands=commands,
         made=stamp(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import configuration_of
@@ -18,7 +19,6 @@ from autotune.replay.evaluator import Candidate
 from autotune.replay.reference_replay import ReplayedRound, rounds
 from autotune.replay.trace import Trace, load_trace
 from autotune.study.document import StudyDocument, files_by_age, find_study, load_study, newest_profile
-from autotune.study.ledger import Ledger, Record
 from autotune.study.records import ScreenedSubnet, screened_in
 from autotune.study.storage import LEDGER, RUNS, study_folder
 
@@ -37,7 +37,7 @@ class Sources:
     """Each subnet once."""
     candidates: list[Candidate] = field(default_factory=list)
     """Each configuration once, fastest first."""
-    runs: list[Record] = field(default_factory=list)
+    runs: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -64,7 +64,7 @@ class Sources:
         return [] if draft is None else [(ModelReference(id=draft.id, sha256=draft.sha256), draft.kind)]
 
     @functools.cached_property
-    def evidence_runs(self) -> list[Record]:
+    def evidence_runs(self) -> list[dict[str, Any]]:
         """The runs on held-out prompts that are the profile's evidence."""
         configuration = configuration_of(self.profile.point) if self.profile else None
         if self.profile is None or configuration is None:
@@ -123,10 +123,12 @@ def find_sources(given: Path, *, study: str | None = None, storage: str | None =
 
 def _read_study(alone: Sources, folder: Path, study: StudyDocument, storage: str | None) -> Sources:
     """A profile's sources with the documents of its study."""
-    records: dict[str, list[Record]] = {}
+    records: dict[str, list[dict[str, Any]]] = {}
     subnets: list[ScreenedSubnet] = []
     candidates: list[Candidate] = []
     if storage is not None or (folder / LEDGER).exists():
+        from autotune.study.ledger import Ledger
+
         ledger = Ledger(folder / LEDGER if storage is None else storage, must_exist=True)
         with ledger.reading():
             for stage, keys in study.records.items():

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from prometheus_client import REGISTRY, Counter, Histogram
 
 from autotune.errors import UserError
 from autotune.runtime.stats import FINISHED, STOPPED, DecodingStats
@@ -42,14 +43,10 @@ class PrometheusMetrics:
         registry: a ``prometheus_client.CollectorRegistry``; None: the process's own. One registry takes one decoder.
 
     Raises:
-        UserError: prometheus-client is not installed, or the registry has another decoder.
+        UserError: the registry has another decoder.
     """
 
     def __init__(self, registry: Any = None) -> None:
-        try:
-            from prometheus_client import REGISTRY, Counter, Histogram
-        except ImportError:
-            raise UserError('metrics need prometheus-client; pip install "autotune-speculative[metrics]"') from None
         registry = REGISTRY if registry is None else registry
 
         def counter(name: str, text: str, *labels: str) -> Any:

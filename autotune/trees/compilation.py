@@ -14,9 +14,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from numba import config, njit
-
 from autotune.files import content_key, sha256_of, user_cache
+
+try:
+    from numba import config, njit
+except ModuleNotFoundError:  # the core, in which these functions are not called
+    config = njit = None
 
 
 def _cache_directory() -> str:
@@ -36,11 +39,13 @@ def _cache_directory() -> str:
     return str(directory)
 
 
-_DIRECTORY = _cache_directory()
+_DIRECTORY = _cache_directory() if njit else ""
 
 
 def _cached_jit(**options: Any) -> Callable[[Any], Any]:
     def decorate(function: Any) -> Any:
+        if njit is None:
+            return function
         previous, config.CACHE_DIR = config.CACHE_DIR, _DIRECTORY  # read when the function is decorated
         try:
             return njit(cache=True, nogil=True, _nrt=False, **options)(function)

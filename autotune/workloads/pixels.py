@@ -130,7 +130,7 @@ def _decoded(path: Path) -> Iterator[tuple[float, NDArray[np.uint8]]]:
         import av
     except ImportError:
         raise UserError(
-            f"{path}: videos that are no GIF, WebP or PNG animation need PyAV; pip install av, or give a folder with the frames"
+            f"{path}: videos that are no GIF, WebP or PNG animation need PyAV; pip install 'autotune-speculative[video]', or give a folder with the frames"
         ) from None
     with reading(f"{path}: not a readable video", "give a folder with the frames"), av.open(str(path)) as container:
         rate = float(container.streams.video[0].average_rate)

@@ -68,9 +68,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _parquet_rows(path: Path) -> list[dict[str, Any]]:
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError:
-        raise UserError(f"{path}: Parquet files need pyarrow; pip install pyarrow, or give a JSONL file") from None
+    import pyarrow.parquet as parquet
+
     with reading(f"{path}: not a readable Parquet file", "check the path, or download it again"):
         return list(parquet.read_table(path).to_pylist())

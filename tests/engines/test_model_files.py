@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from autotune.engines.model_files import ModelFiles, find_model_files, served_draft, served_target, text_part
+from autotune.engines.model_files import (
+    ModelFiles,
+    find_model_files,
+    read_weights,
+    served_draft,
+    served_target,
+    text_part,
+    write_weights,
+)
 from autotune.errors import UserError
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET
 from tests.documents.test_draft_kinds import DFLASH, write_dflash
@@ -18,6 +26,13 @@ def bundled(name: str) -> ModelFiles:
     found = find_model_files(name)
     assert found is not None
     return found
+
+
+def tensors(folder: Path) -> dict[str, Any]:
+    """The weights of a folder as safetensors reads them."""
+    from safetensors.torch import load_file
+
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def model(**config: Any) -> ModelFiles:
@@ -31,7 +46,7 @@ def test_text_part_equals_the_model_without_images(tmp_path: Path) -> None:
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-    whole, weights = bundled(BUNDLED_DRAFT), bundled(BUNDLED_DRAFT).weights()
+    whole, weights = bundled(BUNDLED_DRAFT), tensors(bundled(BUNDLED_DRAFT).folder)
     for number in (0, 1):
         save_file({name: weights[name] for name in sorted(weights)[number::2]}, tmp_path / f"{number}.safetensors")
     for path in whole.companions():
@@ -55,7 +70,7 @@ def test_long_vision_names_are_those_before_transformers_5_20(tmp_path: Path) ->
 
     source = bundled(BUNDLED_TARGET)
     folder = served_target(source.folder, tmp_path)
-    before, after = source.weights(), ModelFiles(folder, {}).weights()
+    before, after = tensors(source.folder), tensors(folder)
     assert before.keys() == {name.replace("vision_tower.vision_model.", "vision_tower.") for name in after}
     assert any(name.startswith("vision_tower.vision_model.encoder.layers.0.") for name in after)
     for name, weight in after.items():
@@ -66,6 +81,27 @@ def test_long_vision_names_are_those_before_transformers_5_20(tmp_path: Path) ->
     written = (folder / "config.json").stat().st_mtime_ns
     assert served_target(source.folder, tmp_path) == folder == served_target(folder, tmp_path)
     assert (folder / "config.json").stat().st_mtime_ns == written and (folder / "processor_config.json").exists()
+
+
+def test_weights_of_any_type_are_written_as_they_were_read(tmp_path: Path) -> None:
+    """Each begins at a multiple of its elements' size, which safetensors needs."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    kinds = (torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int64, torch.bool)
+    random = {str(kind): torch.arange(15).reshape(5, 3).to(kind) for kind in kinds}
+    random |= {"empty": torch.zeros(0, 4), "scalar": torch.tensor(2.0)}
+    save_file(random, tmp_path / "before.safetensors")
+    write_weights(tmp_path / "after.safetensors", read_weights(tmp_path / "before.safetensors"))
+    after = load_file(tmp_path / "after.safetensors")
+    assert after.keys() == random.keys()
+    for name, tensor in random.items():
+        read = after[name]
+        assert read.dtype == tensor.dtype and read.shape == tensor.shape
+        assert torch.equal(read.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+    (tmp_path / "before.safetensors").write_bytes((tmp_path / "before.safetensors").read_bytes()[:-1])
+    with pytest.raises(UserError, match="truncated in the weights"):
+        read_weights(tmp_path / "before.safetensors")
 
 
 def test_a_complete_model_drafts_with_its_text_part(tmp_path: Path) -> None:
@@ -92,10 +128,8 @@ def test_an_mtp_head_is_written_as_one_of_mimo(tmp_path: Path) -> None:
 
     kind, folder = served_draft("digits/mtp", BUNDLED_TARGET, tmp_path)
     assert kind == "mtp" and served_draft("digits/mtp", BUNDLED_TARGET, tmp_path) == (kind, folder)
-    own = bundled("digits/mtp").weights()
-    found = {
-        name.removeprefix("model.mtp_layers.0."): tensor for name, tensor in ModelFiles(folder, {}).weights().items()
-    }
+    own = tensors(bundled("digits/mtp").folder)
+    found = {name.removeprefix("model.mtp_layers.0."): tensor for name, tensor in tensors(folder).items()}
     embedding, features = torch.randn(2, 5, len(own["enorm.weight"]))
     expected = torch.cat([embedding, features], -1) @ own["eh_proj.weight"].float().t()
     actual = torch.cat([features, embedding], -1) @ found["input_proj.weight"].float().t()
