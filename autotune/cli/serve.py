@@ -65,7 +65,9 @@ def command(
 
     if deployment is not None:
         from autotune.engines.process import serve_deployment
+        from autotune.search.backends import restored_backend
 
+        deployment = restored_backend(document).deploy(deployment.speculation)  # with the files of this machine
         listener, address = listen(settings)
         listener.close()
         serve_deployment(deployment, address, name, settings.api_key, announce)

@@ -1,4 +1,6 @@
-"""Models of the Hugging Face Hub. An id becomes a folder of the Hub's cache here; all other modules read folders."""
+"""Models and profiles of the Hugging Face Hub. An id becomes a folder of the Hub's cache here; all other modules read
+folders.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,10 @@ from autotune.modeling.known_models import KNOWN_MODELS
 ID = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]*\w)(@(?P<revision>[\w./-]+))?", re.ASCII)
 DESCRIPTIONS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Files of a repository's top folder that describe a model and its tokenizer; its weights are named apart."""
+PROFILE = "profile.json"
+"""The file of a repository's decoding profile."""
 LONGEST_ID = 200  # characters
+LOGIN = "log in with hf auth login, or set HF_TOKEN"
 TIMEOUT_S = 8.0  # for the Hub's first answer, so that a machine without network is told within ten seconds
 
 
@@ -108,6 +113,48 @@ repository = functools.cache(Repository)
 """``Repository``, which asks the Hub once in a process."""
 
 
+def profile_file(name: str | Path) -> Path:
+    """The file of a profile on this machine, or the one of a repository ``OWNER/NAME``, which is brought into the cache
+    with the folders beside it, such as its draft.
+
+    Raises:
+        UserError: as ``Repository``, or the repository holds no profile.
+    """
+    path = Path(name)
+    if path.exists() or path.suffix in (".json", ".yaml", ".yml") or not is_id(str(path)):
+        return path
+    source = repository(str(path))
+    if PROFILE not in source.files:
+        raise UserError(f"{path}: its repository holds no {PROFILE}; give one that autotune push made, or a file")
+    return source.download([PROFILE, *(file for file in source.files if "/" in file)], is_told=True) / PROFILE
+
+
+def push(name: str, files: Mapping[str, bytes | Path], *, is_private: bool = False) -> str:
+    """Write files into a repository in one commit; it is made unless it is there.
+
+    Returns:
+        The address of the repository.
+
+    Raises:
+        UserError: the name is not ``OWNER/NAME``, there is no token, or the Hub refuses.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi, get_token
+
+    if not is_id(name) or "@" in name:
+        raise UserError(f"{name}: a repository of the Hugging Face Hub is named OWNER/NAME; give such a name")
+    api, operations = HfApi(token=True), [CommitOperationAdd(file, content) for file, content in files.items()]
+    try:
+        address = str(api.create_repo(name, private=is_private or None, exist_ok=True))
+        api.create_commit(name, operations, commit_message="Upload a decoding profile with autotune push")
+    except Exception as error:  # httpx2 and huggingface_hub raise many kinds
+        line = " ".join(str(error).replace(get_token() or "***", "***").split())[:200].rstrip(".")
+        raise UserError(
+            f"{name}: the Hugging Face Hub does not take it ({line}); check the network, and that {name.partition('/')[0]} is yours; "
+            f"{LOGIN} of a token that may write"
+        ) from None
+    return address
+
+
 def weight_names(folder: Path, files: Collection[str]) -> list[str]:
     """The names of the files from which transformers reads a model's weights, of ``files``; an index is read from
     ``folder``. Other formats beside them, such as ``consolidated.safetensors``, are left out.
@@ -138,9 +185,13 @@ def cached_models() -> dict[str, Path]:
     """The folders of the models in the Hub's cache, of their main revision, by id."""
     from huggingface_hub import constants
 
-    found = sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*/refs/main"))
-    ids = (path.parents[1].name.removeprefix("models--").replace("--", "/", 1) for path in found)
-    return {id: path.parents[1] / "snapshots" / path.read_text() for id, path in zip(ids, found, strict=True)}
+    folders = sorted(path.parents[1] for path in Path(constants.HF_HUB_CACHE).glob("models--*--*/refs/main"))
+    return {
+        folder.name.removeprefix("models--").replace("--", "/", 1): folder
+        / "snapshots"
+        / (folder / "refs/main").read_text()
+        for folder in folders
+    }
 
 
 def suggestion(name: str) -> str:
@@ -161,23 +212,23 @@ def _reason(source: Repository, error: Exception) -> str:
         RevisionNotFoundError,
     )
 
-    name, login = source.name, "log in with hf auth login, or set HF_TOKEN"
+    name = source.name
     page = f"https://huggingface.co/{source.id}"
     if isinstance(error, GatedRepoError):
         return (
-            f"{name}: its model is gated, and this account has no access; accept its conditions at {page}, and {login}"
+            f"{name}: its model is gated, and this account has no access; accept its conditions at {page}, and {LOGIN}"
         )
     if isinstance(error, RevisionNotFoundError):
         return f"{name}: its repository has no revision {source.revision or 'main'}; choose one of {page}/commits"
     similar = "" if source.id in KNOWN_MODELS else suggestion(source.id)
     if isinstance(error, RepositoryNotFoundError):
-        step = similar or f"check the spelling, or {login} for a private model"
-        return f"{name}: no such folder, and no such model on the Hugging Face Hub; {step}"
+        step = similar or f"check the spelling, or {LOGIN} for a private one"
+        return f"{name}: no such file or folder, and no such repository on the Hugging Face Hub; {step}"
     cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None else error
     line = next(iter(str(cause).strip().splitlines()), type(cause).__name__)[:200].rstrip(".")
     line = "HF_HUB_OFFLINE is set" if isinstance(cause, OfflineModeIsEnabled) else line
-    step = similar or "connect to the network, or give the folder of a model"
-    return f"{name}: the Hugging Face Hub does not answer ({line}), and its cache lacks files of this model; {step}"
+    step = similar or "connect to the network, or give a file or folder of this machine"
+    return f"{name}: the Hugging Face Hub does not answer ({line}), and its cache lacks files of it; {step}"
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
