@@ -67,9 +67,9 @@ def require_models(target: str, drafts: Sequence[str]) -> None:
     """Check that models of the Hub are there, and download their configs and tokenizers. Others are looked for when
     they are loaded.
     """
-    from autotune.modeling.hub import is_cached, is_id
+    from autotune.modeling.hub import cached_models, is_id
     from autotune.modeling.loading import MTP_SUFFIX, resolve
 
     for name in (given.removesuffix(MTP_SUFFIX) for given in (target, *drafts)):
-        if is_id(name) and (name == target or not is_cached(name)):
+        if is_id(name) and (name == target or name.partition("@")[0] not in cached_models()):
             resolve(name, weights=False)

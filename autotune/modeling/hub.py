@@ -24,7 +24,6 @@ DESCRIPTIONS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 PROFILE = "profile.json"
 """The file of a repository's decoding profile."""
 LONGEST_ID = 200  # characters
-LOGIN = "log in with hf auth login, or set HF_TOKEN"
 TIMEOUT_S = 8.0  # for the Hub's first answer, so that a machine without network is told within ten seconds
 
 
@@ -49,10 +48,10 @@ class Repository:
         self.name, self.id, self.revision = name, match["repository"], match["revision"]
         self._snapshot = functools.partial(snapshot_download, self.id, revision=self.revision)
         self._is_local = local_only
-        timeout = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", TIMEOUT_S))
         try:
             if local_only:
                 raise ConnectionError("it was not asked")
+            timeout = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", TIMEOUT_S))
             found = HfApi().model_info(self.id, revision=self.revision, timeout=timeout)
             self.files = {file.rfilename for file in found.siblings or ()}
         except Exception as error:  # httpx2 and huggingface_hub raise many kinds
@@ -80,11 +79,10 @@ class Repository:
 
         class Progress(tqdm):
             def __init__(self, *arguments: Any, **options: Any) -> None:
-                is_shown = is_needed and sys.stderr.isatty()
-                super().__init__(*arguments, **options | {"disable": not is_shown, "leave": False})
+                is_hidden = not (is_needed and sys.stderr.isatty())
+                super().__init__(*arguments, **options | {"disable": is_hidden, "leave": False})
 
         patterns = [glob.escape(file) for file in files]
-        options: dict[str, Any] = {"allow_patterns": patterns, "tqdm_class": Progress}
         if is_needed:
             from autotune.console import Console
 
@@ -92,7 +90,7 @@ class Repository:
                 f"{self.name}: downloading {len(files)} file{'s' * (len(files) > 1)} from the Hugging Face Hub"
             )
         try:
-            return Path(self._snapshot(local_files_only=self._is_local, **options))
+            return Path(self._snapshot(local_files_only=self._is_local, allow_patterns=patterns, tqdm_class=Progress))
         except Exception as error:
             raise UserError(_reason(self, error)) from None
 
@@ -149,8 +147,8 @@ def push(name: str, files: Mapping[str, bytes | Path], *, is_private: bool = Fal
     except Exception as error:  # httpx2 and huggingface_hub raise many kinds
         line = " ".join(str(error).replace(get_token() or "***", "***").split())[:200].rstrip(".")
         raise UserError(
-            f"{name}: the Hugging Face Hub does not take it ({line}); check the network, and that {name.partition('/')[0]} is yours; "
-            f"{LOGIN} of a token that may write"
+            f"{name}: the Hugging Face Hub does not take it ({line}); check the network, the name, and that the "
+            "token of hf auth login, or HF_TOKEN, may write there"
         ) from None
     return address
 
@@ -170,15 +168,6 @@ def weight_names(folder: Path, files: Collection[str]) -> list[str]:
 def weight_files(folder: Path) -> list[Path]:
     """The files from which transformers reads the weights in a model's folder; some may be missing."""
     return [folder / file for file in weight_names(folder, os.listdir(folder))]
-
-
-def is_cached(name: str) -> bool:
-    """Whether the Hub's cache holds a model, in some revision."""
-    from huggingface_hub import constants
-
-    return (
-        Path(constants.HF_HUB_CACHE) / f"models--{name.partition('@')[0].replace('/', '--')}" / "snapshots"
-    ).is_dir()
 
 
 def cached_models() -> dict[str, Path]:
@@ -212,17 +201,17 @@ def _reason(source: Repository, error: Exception) -> str:
         RevisionNotFoundError,
     )
 
-    name = source.name
+    name, login = source.name, "log in with hf auth login, or set HF_TOKEN"
     page = f"https://huggingface.co/{source.id}"
     if isinstance(error, GatedRepoError):
         return (
-            f"{name}: its model is gated, and this account has no access; accept its conditions at {page}, and {LOGIN}"
+            f"{name}: its model is gated, and this account has no access; accept its conditions at {page}, and {login}"
         )
     if isinstance(error, RevisionNotFoundError):
         return f"{name}: its repository has no revision {source.revision or 'main'}; choose one of {page}/commits"
     similar = "" if source.id in KNOWN_MODELS else suggestion(source.id)
     if isinstance(error, RepositoryNotFoundError):
-        step = similar or f"check the spelling, or {LOGIN} for a private one"
+        step = similar or f"check the spelling, or {login} for a private one"
         return f"{name}: no such file or folder, and no such repository on the Hugging Face Hub; {step}"
     cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None else error
     line = next(iter(str(cause).strip().splitlines()), type(cause).__name__)[:200].rstrip(".")

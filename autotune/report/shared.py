@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 from autotune.documents.answer import answer_of
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.errors import UserError
-from autotune.modeling.hub import PROFILE, cached_models, is_id
+from autotune.modeling.hub import PROFILE, cached_models
+from autotune.modeling.loading import bundled_models
 
 LLAMA_OPTIONS = {'"-m"': '"-hf"', '"--spec-draft-model"': '"--spec-draft-hf"'}
-"""Options of llama-server that take a model of the Hub, by those that take its file."""
-NAMES = re.compile(r'(?<="id": ")[^"]+|(?<=")/[^"\\]+')
+"""Options of llama-server that take a model of the Hub, by those that take its file, as JSON."""
+NAMES = re.compile(r'(?<="id":")[^"]+|(?<=")/[^"\\]+')
 """Names of models, and absolute paths, in the JSON of a profile."""
 
 
@@ -30,14 +30,17 @@ def shared_files(source: Path, name: str, license: str) -> dict[str, bytes | Pat
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     profile = shared_profile(DecodingProfile.load(source), source)
-    options = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    template = Environment(loader=FileSystemLoader(Path(__file__).parent), **options).get_template("card.md")
-    answer = " ".join(answer_of(profile, Path(name))[:-1])  # without the next command
-    card = template.render(profile=profile, name=name, license=license, answer=answer, is_id=is_id)
-    folders = [] if profile.point.draft is None else [source.parent / profile.point.draft.id]
-    names = [path.relative_to(source.parent) for folder in folders for path in folder.rglob("*") if path.is_file()]
-    draft = {path.as_posix(): source.parent / path for path in names if "/." not in f"/{path.as_posix()}"}
-    return {PROFILE: f"{profile.dump()}\n".encode(), "README.md": card.encode(), **draft}
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    card = templates.get_template("card.md").render(
+        profile=profile, name=name, license=license, answer=answer_of(profile, Path(name)), bundled=bundled_models()
+    )
+    draft = profile.point.draft
+    paths = () if draft is None else (source.parent / draft.id).rglob("*")
+    files = [path.relative_to(source.parent) for path in paths if path.is_file() and ".checkpoint" not in path.parts]
+    beside = {path.as_posix(): source.parent / path for path in files}
+    return {PROFILE: f"{profile.dump()}\n".encode(), "README.md": card.encode(), **beside}
 
 
 def shared_profile(profile: DecodingProfile, source: Path) -> DecodingProfile:
@@ -57,16 +60,13 @@ def shared_profile(profile: DecodingProfile, source: Path) -> DecodingProfile:
         **{file: Path(file).name for file in files},
         **LLAMA_OPTIONS,
     }
-    content = profile.dump()
-    for path, name in names.items():
-        content = content.replace(path, name)
-    shared = DecodingProfile.parse(json.loads(content), source=source)
-    for name in NAMES.findall(json.dumps(shared.model_dump(mode="json", exclude={"evidence"}))):
+    content = re.sub("|".join(map(re.escape, names)), lambda match: names[match[0]], profile.model_dump_json())
+    shared = DecodingProfile.model_validate_json(content)
+    for name in NAMES.findall(shared.model_dump_json(exclude={"evidence"})):
         model = Path(name.partition(":")[0])
-        is_beside = (
-            draft is not None and name == draft.id and ".." not in model.parts and (source.parent / model).is_dir()
-        )
-        if model.is_absolute() or (model.exists() and not is_beside):
+        beside = source.parent / model
+        is_draft = draft is not None and name == draft.id and beside.is_dir()
+        if model.is_absolute() or ".." in model.parts or ((model.exists() or beside.exists()) and not is_draft):
             raise UserError(
                 f"{source}: it names {name}, which is on this machine alone; push that model (hf upload OWNER/NAME {model}) and "
                 "give its id to the search, or put the folder of a draft beside the profile"

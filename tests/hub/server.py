@@ -48,7 +48,7 @@ class Hub:
         return hashlib.sha1(str([commit for commit in self.commits if commit[0] == id]).encode()).hexdigest()
 
     def folder(self, id: str) -> Path | None:
-        return self.made.get(id) or (self.folders[id] if id in self.folders else None)
+        return self.made.get(id) or self.folders.get(id)
 
     def files(self, folder: Path) -> list[Path]:
         return sorted(path for path in folder.rglob("*") if path.is_file())
