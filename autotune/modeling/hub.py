@@ -82,7 +82,6 @@ class Repository:
                 is_hidden = not (is_needed and sys.stderr.isatty())
                 super().__init__(*arguments, **options | {"disable": is_hidden, "leave": False})
 
-        patterns = [glob.escape(file) for file in files]
         if is_needed:
             from autotune.console import Console
 
@@ -90,7 +89,11 @@ class Repository:
                 f"{self.name}: downloading {len(files)} file{'s' * (len(files) > 1)} from the Hugging Face Hub"
             )
         try:
-            return Path(self._snapshot(local_files_only=self._is_local, allow_patterns=patterns, tqdm_class=Progress))
+            return Path(
+                self._snapshot(
+                    local_files_only=self._is_local, allow_patterns=list(map(glob.escape, files)), tqdm_class=Progress
+                )
+            )
         except Exception as error:
             raise UserError(_reason(self, error)) from None
 
@@ -101,8 +104,12 @@ class Repository:
 
     def model(self, *, weights: bool) -> Path:
         """The folder of the model: its descriptions, and its weights where they are asked for."""
-        tops = [file for file in self.files if "/" not in file or file.startswith("additional_chat_templates/")]
-        files = [file for file in tops if any(Path(file).match(pattern) for pattern in DESCRIPTIONS)]
+        files = [
+            file
+            for file in self.files
+            if "/" not in file.removeprefix("additional_chat_templates/")
+            and any(Path(file).match(pattern) for pattern in DESCRIPTIONS)
+        ]
         folder = self.download(files)
         return self.download(files + weight_names(folder, self.files), is_told=True) if weights else folder
 
@@ -196,7 +203,6 @@ def _reason(source: Repository, error: Exception) -> str:
     from huggingface_hub.errors import (
         GatedRepoError,
         LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
@@ -211,13 +217,16 @@ def _reason(source: Repository, error: Exception) -> str:
         return f"{name}: its repository has no revision {source.revision or 'main'}; choose one of {page}/commits"
     similar = "" if source.id in KNOWN_MODELS else suggestion(source.id)
     if isinstance(error, RepositoryNotFoundError):
-        step = similar or f"check the spelling, or {login} for a private one"
-        return f"{name}: no such file or folder, and no such repository on the Hugging Face Hub; {step}"
+        return (
+            f"{name}: no such file or folder, and no such repository on the Hugging Face Hub; "
+            f"{similar or f'check the spelling, or {login} for a private one'}"
+        )
     cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None else error
     line = next(iter(str(cause).strip().splitlines()), type(cause).__name__)[:200].rstrip(".")
-    line = "HF_HUB_OFFLINE is set" if isinstance(cause, OfflineModeIsEnabled) else line
-    step = similar or "connect to the network, or give a file or folder of this machine"
-    return f"{name}: the Hugging Face Hub does not answer ({line}), and its cache lacks files of it; {step}"
+    return (
+        f"{name}: the Hugging Face Hub does not answer ({line}), and its cache lacks files of it; "
+        f"{similar or 'connect to the network, or give a file or folder of this machine'}"
+    )
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:

@@ -38,8 +38,11 @@ def shared_files(source: Path, name: str, license: str) -> dict[str, bytes | Pat
     )
     draft = profile.point.draft
     paths = () if draft is None else (source.parent / draft.id).rglob("*")
-    files = [path.relative_to(source.parent) for path in paths if path.is_file() and ".checkpoint" not in path.parts]
-    beside = {path.as_posix(): source.parent / path for path in files}
+    beside = {
+        path.relative_to(source.parent).as_posix(): path
+        for path in paths
+        if path.is_file() and ".checkpoint" not in path.parts
+    }
     return {PROFILE: f"{profile.dump()}\n".encode(), "README.md": card.encode(), **beside}
 
 
@@ -53,15 +56,14 @@ def shared_profile(profile: DecodingProfile, source: Path) -> DecodingProfile:
         UserError: a model is a file or a folder of this machine.
     """
     cached, deployment, draft = cached_models().items(), profile.point.deployment, profile.point.draft
-    files = [profile.workload.name, *(deployment.command[:1] if deployment is not None else ())]
     names = {
         **{str(file.resolve()): f"{id}:{file.stem}" for id, folder in cached for file in folder.glob("*.gguf")},
         **{str(folder.resolve()): id for id, folder in cached},
-        **{file: Path(file).name for file in files},
+        **{path: Path(path).name for path in (profile.workload.name, *(deployment.command[:1] if deployment else ()))},
         **LLAMA_OPTIONS,
     }
-    content = re.sub("|".join(map(re.escape, names)), lambda match: names[match[0]], profile.model_dump_json())
-    shared = DecodingProfile.model_validate_json(content)
+    paths = re.compile("|".join(map(re.escape, names)))
+    shared = DecodingProfile.model_validate_json(paths.sub(lambda path: names[path[0]], profile.model_dump_json()))
     for name in NAMES.findall(shared.model_dump_json(exclude={"evidence"})):
         model = Path(name.partition(":")[0])
         beside = source.parent / model

@@ -191,4 +191,4 @@ def test_the_page_of_the_command_line_has_every_option_with_its_default(monkeypa
         )
     assert "Time in which the search ends once its models are loaded, such as 90s, 10m or 1h.  [default: 5m]" in page
     without = [name for name in VERBS if "json" not in map(word_of, options_of(verb(name)))]
-    assert "Every verb but `{}`, `{}` and `{}` accepts `--json`.".format(*without) in source
+    assert "Every verb but `{}`, `{}`, `{}` and `{}` accepts `--json`.".format(*without) in source
