@@ -65,6 +65,7 @@ INSTANT = {
     "check missing.json": "no such file",
     "bench missing.json": "no such file",
     "export missing.json": "no such file",
+    "push missing.json owner/name": "no such file",
     "train missing.yaml": "no such file",
     "search --budget 0": "--budget: input should be greater than 0",
     "search --gpu nope": "--gpu nope: neither a card",
