@@ -152,9 +152,9 @@ def push(name: str, files: Mapping[str, bytes | Path], *, is_private: bool = Fal
         address = str(api.create_repo(name, private=is_private or None, exist_ok=True))
         api.create_commit(name, operations, commit_message="Upload a decoding profile with autotune push")
     except Exception as error:  # httpx2 and huggingface_hub raise many kinds
-        line = " ".join(str(error).replace(get_token() or "***", "***").split())[:200].rstrip(".")
+        reason = str(getattr(error, "server_message", None) or error).replace(get_token() or "***", "***")
         raise UserError(
-            f"{name}: the Hugging Face Hub does not take it ({line}); check the network, the name, and that the "
+            f"{name}: the Hugging Face Hub does not take it ({' '.join(reason.split())[:300]}); check the network, the name, and that the "
             "token of hf auth login, or HF_TOKEN, may write there"
         ) from None
     return address

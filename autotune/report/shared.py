@@ -30,10 +30,10 @@ def shared_files(source: Path, name: str, license: str) -> dict[str, bytes | Pat
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     profile = shared_profile(DecodingProfile.load(source), source)
-    templates = Environment(
+    template = Environment(
         loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    card = templates.get_template("card.md").render(
+    ).get_template("card.md")
+    card = template.render(
         profile=profile, name=name, license=license, answer=answer_of(profile, Path(name)), bundled=bundled_models()
     )
     draft = profile.point.draft
@@ -66,9 +66,9 @@ def shared_profile(profile: DecodingProfile, source: Path) -> DecodingProfile:
     shared = DecodingProfile.model_validate_json(paths.sub(lambda path: names[path[0]], profile.model_dump_json()))
     for name in NAMES.findall(shared.model_dump_json(exclude={"evidence"})):
         model = Path(name.partition(":")[0])
-        beside = source.parent / model
-        is_draft = draft is not None and name == draft.id and beside.is_dir()
-        if model.is_absolute() or ".." in model.parts or ((model.exists() or beside.exists()) and not is_draft):
+        is_here = model.exists() or (source.parent / model).exists()
+        is_draft = draft is not None and name == draft.id and (source.parent / model).is_dir()
+        if model.is_absolute() or ".." in model.parts or (is_here and not is_draft):
             raise UserError(
                 f"{source}: it names {name}, which is on this machine alone; push that model (hf upload OWNER/NAME {model}) and "
                 "give its id to the search, or put the folder of a draft beside the profile"

@@ -90,7 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._error(404, "EntryNotFound")
 
     def _refusal(self) -> bytes:
-        text = f"Forbidden: {dict(self.headers)}" if self.hub.echoes else "Forbidden"
+        text = f"you sent {self.headers.get('Authorization')}" if self.hub.echoes else "you may not write here"
         return json.dumps({"error": text}).encode()
 
     def _create(self, asked: dict[str, Any]) -> None:

@@ -177,7 +177,7 @@ def test_a_push_is_refused_in_one_line(hub: Hub, text_pair: Pair, monkeypatch: p
     hub.echoes = True
     for token in ("hf_anotheranother", "of-another-kind"):
         monkeypatch.setenv("HF_TOKEN", token)
-        assert token not in (line := refusal("push", "profile.json", NAME)) and "403" in line
+        assert token not in (line := refusal("push", "profile.json", NAME)) and "***" in line
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert "check the network" in refusal("push", "profile.json", NAME)
