@@ -19,7 +19,10 @@ EXTRAS = {
 
 
 def masked(text: str) -> str:
-    """A text in which passwords of URLs, ``scheme://user:password@host`` and ``?password=...``, are asterisks."""
+    """A text in which tokens of the Hugging Face Hub, and passwords of URLs, ``scheme://user:password@host`` and
+    ``?password=...``, are asterisks.
+    """
+    text = re.sub(r"\bhf_\w{8,}", "hf_***", text)
     text = re.sub(r"(://[^\s:/?#@]*:)\S*@", r"\1***@", text)
     return re.sub(r"([?&]\w*password=)[^\s&'\")]*", r"\1***", text, flags=re.IGNORECASE)
 

@@ -32,6 +32,16 @@ DOCUMENTS: tuple[type[Document], ...] = (
 
 
 def json_schemas() -> dict[str, dict[str, Any]]:
-    """JSON Schema of every kind of document, by kind. Drafts have one per network: ``draft-star``."""
-    drafts = {f"draft-{name}": config.json_schema() for name, config in CONFIGS.items()}
-    return {document.schema_kind: document.json_schema() for document in DOCUMENTS} | drafts
+    """JSON Schema of every kind of document, by kind. Drafts have one per network: ``draft-star``.
+
+    Its ``$id`` names kind and version, ``urn:autotune-speculative:decoding-profile:2``: it stays while files of that
+    version are read, and is no address. ``documents/schemas/`` has them as files.
+    """
+    kinds = {
+        **{document.schema_kind: document for document in DOCUMENTS},
+        **{f"draft-{name}": config for name, config in CONFIGS.items()},
+    }
+    return {
+        kind: {"$id": f"urn:autotune-speculative:{kind}:{document.schema_version}", **document.json_schema()}
+        for kind, document in kinds.items()
+    }

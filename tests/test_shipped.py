@@ -51,10 +51,14 @@ def test_card_describes_the_weights(name: str) -> None:
 
 
 def test_wheel_is_complete() -> None:
-    """It has code, the template of reports and the data folders, no checkpoints and no makers."""
+    """It has code, templates, JSON Schemas and the data folders, no checkpoints and no makers."""
     builders = pytest.importorskip("hatchling.builders.wheel")
     files = {file.distribution_path for file in builders.WheelBuilder(str(ROOT)).recurse_included_files()}
-    assert {"autotune/cli/main.py", "autotune/report/page.html", "autotune/report/page.css"} <= files
+    assert {
+        "autotune/cli/main.py",
+        *(f"autotune/report/{name}" for name in ("page.html", "page.css", "card.md")),
+    } <= files
+    assert {f"autotune/documents/schemas/{name}.json" for name in ("decoding-profile", "cost-table")} <= files
     assert "autotune/engines/templates/k8s.yaml" in files
     assert {f"autotune/_data/search_spaces/{name}.yaml" for name in ("quick", "full")} <= files
     assert "autotune/_data/drafts/digits/star/model.safetensors" in files

@@ -52,9 +52,10 @@ def command(as_json: bool, **values: Any) -> None:
     70 a fault of the program.
     """
     from autotune.cli.preflight import require_profile, require_workload
+    from autotune.modeling.hub import profile_file
 
     with reported_errors(values["junit"], values["github"]):
-        settings = make_settings(CheckSettings, values)
+        settings = make_settings(CheckSettings, values | {"profile": profile_file(values["profile"])})
         settings.require_consistent()
         require_profile(settings.profile)
         for workload in settings.workloads:

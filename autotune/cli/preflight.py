@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, get_args
 
 from autotune.cli.options import require_options_of
 from autotune.files import read_json
+from autotune.modeling.hub import profile_file
 
 if TYPE_CHECKING:
     from autotune.documents.decoding_profile import DecodingProfile
@@ -15,9 +16,10 @@ if TYPE_CHECKING:
 
 
 def require_profile(path: Path) -> DecodingProfile:
-    """Read a decoding profile, whose models may lie beside it, or refuse what is none, and options of the command that
-    its backend does not have.
+    """Read a decoding profile of this machine or of the Hub (``profile_file``), whose models may lie beside it, or
+    refuse what is none, and options of the command that its backend does not have.
     """
+    path = profile_file(path)
     read_json(path)
     from autotune.documents.decoding_profile import DecodingProfile
 
@@ -34,7 +36,7 @@ def workload_for(profile: Path, name: str | None, format: Format | None = None) 
         return name
     from autotune.documents.provenance import workload_beside
 
-    return workload_beside(profile, document.workload.name)
+    return workload_beside(profile_file(profile), document.workload.name)
 
 
 def require_workload(name: str, format: Format | None = None, *, both_splits: bool = False) -> None:
@@ -65,9 +67,9 @@ def require_models(target: str, drafts: Sequence[str]) -> None:
     """Check that models of the Hub are there, and download their configs and tokenizers. Others are looked for when
     they are loaded.
     """
-    from autotune.modeling.hub import is_cached, is_id
+    from autotune.modeling.hub import cached_models, is_id
     from autotune.modeling.loading import MTP_SUFFIX, resolve
 
     for name in (given.removesuffix(MTP_SUFFIX) for given in (target, *drafts)):
-        if is_id(name) and (name == target or not is_cached(name)):
+        if is_id(name) and (name == target or name.partition("@")[0] not in cached_models()):
             resolve(name, weights=False)

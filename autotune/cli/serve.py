@@ -64,7 +64,10 @@ def command(
 
     if deployment is not None:
         from autotune.engines.process import serve_deployment
+        from autotune.search.backends import restored_backend
 
+        if not Path(deployment.command[0]).exists():  # the profile is of another machine
+            deployment = restored_backend(document).deploy(deployment.speculation)
         listener, address = listen(settings)
         listener.close()
         serve_deployment(deployment, address, name, settings.api_key, announce)

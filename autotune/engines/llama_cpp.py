@@ -40,7 +40,11 @@ def llama_arguments(speculation: Speculation | None) -> list[str]:
     if speculation is None:
         return []
     words = ["--spec-type", speculation.type]
-    words += ["--spec-draft-model", speculation.model] if speculation.model else []
+    words += (
+        ["--spec-draft-model", str(find_gguf(speculation.model, is_split=True) or speculation.model)]
+        if speculation.model
+        else []
+    )
     for name, value in speculation.options.items():
         words += [f"--spec-{'draft' if speculation.is_chain else speculation.type}-{name}", str(value)]
     return words

@@ -1,4 +1,6 @@
-"""Models of the Hugging Face Hub. An id becomes a folder of the Hub's cache here; all other modules read folders."""
+"""Models and profiles of the Hugging Face Hub. An id becomes a folder of the Hub's cache here; all other modules read
+folders.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from autotune.modeling.known_models import KNOWN_MODELS
 ID = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]*\w)(@(?P<revision>[\w./-]+))?", re.ASCII)
 DESCRIPTIONS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Files of a repository's top folder that describe a model and its tokenizer; its weights are named apart."""
+PROFILE = "profile.json"
+"""The file of a repository's decoding profile."""
 LONGEST_ID = 200  # characters
 TIMEOUT_S = 8.0  # for the Hub's first answer, so that a machine without network is told within ten seconds
 
@@ -44,10 +48,10 @@ class Repository:
         self.name, self.id, self.revision = name, match["repository"], match["revision"]
         self._snapshot = functools.partial(snapshot_download, self.id, revision=self.revision)
         self._is_local = local_only
-        timeout = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", TIMEOUT_S))
         try:
             if local_only:
                 raise ConnectionError("it was not asked")
+            timeout = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", TIMEOUT_S))
             found = HfApi().model_info(self.id, revision=self.revision, timeout=timeout)
             self.files = {file.rfilename for file in found.siblings or ()}
         except Exception as error:  # httpx2 and huggingface_hub raise many kinds
@@ -75,11 +79,9 @@ class Repository:
 
         class Progress(tqdm):
             def __init__(self, *arguments: Any, **options: Any) -> None:
-                is_shown = is_needed and sys.stderr.isatty()
-                super().__init__(*arguments, **options | {"disable": not is_shown, "leave": False})
+                is_hidden = not (is_needed and sys.stderr.isatty())
+                super().__init__(*arguments, **options | {"disable": is_hidden, "leave": False})
 
-        patterns = [glob.escape(file) for file in files]
-        options: dict[str, Any] = {"allow_patterns": patterns, "tqdm_class": Progress}
         if is_needed:
             from autotune.console import Console
 
@@ -87,7 +89,11 @@ class Repository:
                 f"{self.name}: downloading {len(files)} file{'s' * (len(files) > 1)} from the Hugging Face Hub"
             )
         try:
-            return Path(self._snapshot(local_files_only=self._is_local, **options))
+            return Path(
+                self._snapshot(
+                    local_files_only=self._is_local, allow_patterns=list(map(glob.escape, files)), tqdm_class=Progress
+                )
+            )
         except Exception as error:
             raise UserError(_reason(self, error)) from None
 
@@ -98,14 +104,60 @@ class Repository:
 
     def model(self, *, weights: bool) -> Path:
         """The folder of the model: its descriptions, and its weights where they are asked for."""
-        tops = [file for file in self.files if "/" not in file or file.startswith("additional_chat_templates/")]
-        files = [file for file in tops if any(Path(file).match(pattern) for pattern in DESCRIPTIONS)]
+        files = [
+            file
+            for file in self.files
+            if "/" not in file.removeprefix("additional_chat_templates/")
+            and any(Path(file).match(pattern) for pattern in DESCRIPTIONS)
+        ]
         folder = self.download(files)
         return self.download(files + weight_names(folder, self.files), is_told=True) if weights else folder
 
 
 repository = functools.cache(Repository)
 """``Repository``, which asks the Hub once in a process."""
+
+
+def profile_file(name: str | Path) -> Path:
+    """The file of a profile on this machine, or the one of a repository ``OWNER/NAME``, which is brought into the cache
+    with the folders beside it, such as its draft.
+
+    Raises:
+        UserError: as ``Repository``, or the repository holds no profile.
+    """
+    path = Path(name)
+    if path.exists() or path.suffix in (".json", ".yaml", ".yml") or not is_id(str(path)):
+        return path
+    source = repository(str(path))
+    if PROFILE not in source.files:
+        raise UserError(f"{path}: its repository holds no {PROFILE}; give one that autotune push made, or a file")
+    return source.download([PROFILE, *(file for file in source.files if "/" in file)], is_told=True) / PROFILE
+
+
+def push(name: str, files: Mapping[str, bytes | Path], *, is_private: bool = False) -> str:
+    """Write files into a repository in one commit; it is made unless it is there.
+
+    Returns:
+        The address of the repository.
+
+    Raises:
+        UserError: the name is not ``OWNER/NAME``, there is no token, or the Hub refuses.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi, get_token
+
+    if not is_id(name) or "@" in name:
+        raise UserError(f"{name}: a repository of the Hugging Face Hub is named OWNER/NAME; give such a name")
+    api, operations = HfApi(token=True), [CommitOperationAdd(file, content) for file, content in files.items()]
+    try:
+        address = str(api.create_repo(name, private=is_private or None, exist_ok=True))
+        api.create_commit(name, operations, commit_message="Upload a decoding profile with autotune push")
+    except Exception as error:  # httpx2 and huggingface_hub raise many kinds
+        reason = str(getattr(error, "server_message", None) or error).replace(get_token() or "***", "***")
+        raise UserError(
+            f"{name}: the Hugging Face Hub does not take it ({' '.join(reason.split())[:300]}); check the network, the name, and that the "
+            "token of hf auth login, or HF_TOKEN, may write there"
+        ) from None
+    return address
 
 
 def weight_names(folder: Path, files: Collection[str]) -> list[str]:
@@ -125,22 +177,17 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / file for file in weight_names(folder, os.listdir(folder))]
 
 
-def is_cached(name: str) -> bool:
-    """Whether the Hub's cache holds a model, in some revision."""
-    from huggingface_hub import constants
-
-    return (
-        Path(constants.HF_HUB_CACHE) / f"models--{name.partition('@')[0].replace('/', '--')}" / "snapshots"
-    ).is_dir()
-
-
 def cached_models() -> dict[str, Path]:
     """The folders of the models in the Hub's cache, of their main revision, by id."""
     from huggingface_hub import constants
 
-    found = sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*/refs/main"))
-    ids = (path.parents[1].name.removeprefix("models--").replace("--", "/", 1) for path in found)
-    return {id: path.parents[1] / "snapshots" / path.read_text() for id, path in zip(ids, found, strict=True)}
+    folders = sorted(path.parents[1] for path in Path(constants.HF_HUB_CACHE).glob("models--*--*/refs/main"))
+    return {
+        folder.name.removeprefix("models--").replace("--", "/", 1): folder
+        / "snapshots"
+        / (folder / "refs/main").read_text()
+        for folder in folders
+    }
 
 
 def suggestion(name: str) -> str:
@@ -156,7 +203,6 @@ def _reason(source: Repository, error: Exception) -> str:
     from huggingface_hub.errors import (
         GatedRepoError,
         LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
@@ -171,13 +217,16 @@ def _reason(source: Repository, error: Exception) -> str:
         return f"{name}: its repository has no revision {source.revision or 'main'}; choose one of {page}/commits"
     similar = "" if source.id in KNOWN_MODELS else suggestion(source.id)
     if isinstance(error, RepositoryNotFoundError):
-        step = similar or f"check the spelling, or {login} for a private model"
-        return f"{name}: no such folder, and no such model on the Hugging Face Hub; {step}"
+        return (
+            f"{name}: no such file or folder, and no such repository on the Hugging Face Hub; "
+            f"{similar or f'check the spelling, or {login} for a private one'}"
+        )
     cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None else error
     line = next(iter(str(cause).strip().splitlines()), type(cause).__name__)[:200].rstrip(".")
-    line = "HF_HUB_OFFLINE is set" if isinstance(cause, OfflineModeIsEnabled) else line
-    step = similar or "connect to the network, or give the folder of a model"
-    return f"{name}: the Hugging Face Hub does not answer ({line}), and its cache lacks files of this model; {step}"
+    return (
+        f"{name}: the Hugging Face Hub does not answer ({line}), and its cache lacks files of it; "
+        f"{similar or 'connect to the network, or give a file or folder of this machine'}"
+    )
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:

@@ -14,7 +14,7 @@ from autotune.errors import UserError, nearest
 from autotune.files import data_root, known_sha256_of, read_json
 from autotune.machine.device import check_room, multiplies_bfloat16
 from autotune.modeling.gguf import GGUF_ADVICE, PACKAGED, UNQUANTIZED, file_type, find_gguf, gguf_models, read_metadata
-from autotune.modeling.hub import is_cached, is_id, listed, repository, suggestion, weight_files
+from autotune.modeling.hub import cached_models, is_id, listed, repository, suggestion, weight_files
 from autotune.modeling.known_models import KNOWN_MODELS
 from autotune.modeling.processors import image_processor_class
 from autotune.modeling.quantization import decompress, is_dense_once_loaded, quantization_of, usable_quantizer
@@ -73,7 +73,7 @@ def resolve(name: str, *, weights: bool = True, local_only: bool = False) -> str
     if (gguf := find_gguf(name, local_only=local_only)) is not None:
         return str(gguf)
     if is_folder:
-        if is_id(name) and (name in KNOWN_MODELS or is_cached(name)):
+        if is_id(name) and (name in KNOWN_MODELS or name in cached_models()):
             raise UserError(
                 f"{name}: a folder here and a model of the Hugging Face Hub have this name; give ./{name} for the folder, or "
                 "run in another folder for the model of the Hub"

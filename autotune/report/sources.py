@@ -15,6 +15,7 @@ from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
 from autotune.files import WORKSPACE, read_lines
+from autotune.modeling.hub import profile_file
 from autotune.replay.evaluator import Candidate
 from autotune.replay.reference_replay import ReplayedRound, rounds
 from autotune.replay.trace import Trace, load_trace
@@ -101,6 +102,7 @@ def find_sources(given: Path, *, study: str | None = None, storage: str | None =
     """
     if given.is_dir() and study is not None:
         raise UserError(f"--study {study}: {given} is a study folder itself; give a profile, or leave --study out")
+    given = profile_file(given)
     path = newest_profile(given) if given.is_dir() else given
     alone = Sources() if path is None else Sources(profile=DecodingProfile.load(path), profile_path=path)
     if alone.is_of_engine:

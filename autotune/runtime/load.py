@@ -14,6 +14,7 @@ from autotune.documents.provenance import ModelReference
 from autotune.drafters.checkpoint import load_draft
 from autotune.errors import NotComparable, UserError, errors_about
 from autotune.machine.device import choose_device, fingerprint, gib
+from autotune.modeling.hub import profile_file
 from autotune.modeling.loading import Dtype, load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import DEFAULT_CONTEXT_TOKENS, Decoder
@@ -34,10 +35,11 @@ def load(
 ) -> Decoder:
     """Load a decoder that follows a profile.
 
-    Loads the target, in ``dtype`` or the profile's precision, and the draft that the profile names, or takes loaded
-    models. On another device or in another precision than the profile's, decoding is still lossless: the
-    loader warns. In mode ``cuda-graph`` everything that requests of up to ``context_tokens`` tokens need is captured
-    now (``Decoder.prepare``), with a progress bar on ``console``; 0 captures nothing.
+    The profile is a file, ``OWNER/NAME`` of the Hugging Face Hub, or a document. Loads the target, in ``dtype`` or the
+    profile's precision, and the draft that the profile names, or takes loaded models. On another device or in another
+    precision than the profile's, decoding is still lossless: the loader warns. In mode ``cuda-graph`` everything that
+    requests of up to ``context_tokens`` tokens need is captured now (``Decoder.prepare``), with a progress bar on
+    ``console``; 0 captures nothing.
 
     Raises:
         UserError: the profile or its models cannot be read, or ``strict`` is set on another device.
@@ -46,7 +48,8 @@ def load(
     if isinstance(profile, DecodingProfile):
         source, document = "profile", profile
     else:
-        source, document = str(profile), DecodingProfile.load(Path(profile)).located(Path(profile))
+        source, path = str(profile), profile_file(profile)
+        document = DecodingProfile.load(path).located(path)
     here = choose_device(device) if target is None else str(target.device)
     is_tuned_here = _is_tuned_on(here, document, source, strict=strict)
     if (model := target) is None:

@@ -272,6 +272,8 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "unsupported device, doctor": (["doctor", "--device", "mps"], "device 'mps': autotune runs on CPUs"),
     "missing workload, doctor": (["doctor", "--target", "digits/target", "--workload", "nowhere.jsonl"], r"nowhere\.jsonl: no such file"),
     "no tokens, doctor": (["doctor", "--tokens", "1"], "1 is not in the range"),
+    "profile of local models, pushed": (["push", "profile.json", "owner/name"], "which is on this machine alone; push that model"),
+    "no repository": (["push", "engine.json", "name"], "name: a repository of the Hugging Face Hub is named OWNER/NAME"),
     "truncated profile": (["run", "truncated.json", "--prompt", "x"], "not a complete JSON document"),
     "unknown key": (["run", "typo.json", "--prompt", "x"], "unknown key 'point.verificatoin'; did you mean 'verification'"),
     "another version": (

@@ -89,7 +89,7 @@ def test_a_file_gives_options_and_the_environment_and_the_command_line_come_firs
 
 @pytest.mark.parametrize("name", VERBS)
 def test_every_option_has_an_environment_variable(name: str) -> None:
-    arguments = ["x"] if any(isinstance(one, click.Argument) for one in verb(name).params) else []
+    arguments = ["x" for parameter in verb(name).params if isinstance(parameter, click.Argument)]
     command = verb(name)
     command.make_context(name, arguments)
     names = {option.envvar for option in options_of(command)} - {"AUTOTUNE_API_KEY"}
@@ -191,4 +191,4 @@ def test_the_page_of_the_command_line_has_every_option_with_its_default(monkeypa
         )
     assert "Time in which the search ends once its models are loaded, such as 90s, 10m or 1h.  [default: 5m]" in page
     without = [name for name in VERBS if "json" not in map(word_of, options_of(verb(name)))]
-    assert "Every verb but `{}`, `{}` and `{}` accepts `--json`.".format(*without) in source
+    assert "Every verb but `{}`, `{}`, `{}` and `{}` accepts `--json`.".format(*without) in source

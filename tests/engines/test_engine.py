@@ -194,7 +194,10 @@ def test_requests_at_once_are_served_by_new_servers(folder: Path, prompts: list[
 
 
 @ENGINES
-def test_a_deployment_is_restored_with_its_arguments(folder: Path, prompts: list[WorkloadPrompt], start: Start) -> None:
+def test_a_deployment_is_restored_with_its_arguments(
+    folder: Path, prompts: list[WorkloadPrompt], start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the engine of this machine, if the profile's own is not here."""
     backend = start(folder, "--unsteady")
     tuned = backend.configurations()[0]
     with backend.arm(tuned) as arm:
@@ -202,6 +205,9 @@ def test_a_deployment_is_restored_with_its_arguments(folder: Path, prompts: list
     deployed = backend.deploy(tuned)
     again = type(backend).restored(deployed)
     assert text and again.arguments == ["--unsteady"] and again.words(tuned) == deployed.command and deployed.build
+    monkeypatch.setenv("PATH", str(folder / "bin"))
+    elsewhere = deployed.model_copy(update={"command": ["/elsewhere/engine", *deployed.command[1:]]})
+    assert type(backend).restored(elsewhere).words(tuned) == deployed.command
     moved = deployed.model_copy(update={"model": deployed.model.model_copy(update={"sha256": "9"})})
     with pytest.raises(UserError, match="not the model that the profile was tuned for; restore its files"):
         type(backend).restored(moved)

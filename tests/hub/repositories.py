@@ -191,6 +191,8 @@ class Folders(Mapping[str, Path]):
         return len(IDS)
 
     def __getitem__(self, name: str) -> Path:
+        if name not in IDS:
+            raise KeyError(name)
         folder = self.parent / name.replace("/", "--")
         with self._lock:
             if not folder.exists():

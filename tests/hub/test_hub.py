@@ -94,7 +94,7 @@ def test_a_gated_model_needs_a_token_that_no_line_shows(hub: Hub, monkeypatch: p
     hub.gated = {IDS[0]}
     assert f"huggingface.co/{IDS[0]}" in refusal(IDS[0])
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert "private model" in (line := refusal("nobody/zzzz")) and TOKEN not in line
+    assert "for a private one" in (line := refusal("nobody/zzzz")) and TOKEN not in line
     assert Path(resolve(f"{IDS[1]}@main")).is_dir() and Path(resolve(IDS[0])).is_dir()
 
 
