@@ -124,9 +124,9 @@ class EngineBackend(Backend):
     @classmethod
     def restored(cls, deployment: Deployment, *, command: str | None = None, **options: Any) -> Self:
         """With the executable that the profile names or, if it is not here, the one of the engine; or ``command``."""
+        executable = deployment.command[0]
         if command is None:
-            program = deployment.command[0] if Path(deployment.command[0]).exists() else cls.program
-            command = shlex.join([program, *deployment.arguments])
+            command = shlex.join([executable if Path(executable).exists() else cls.program, *deployment.arguments])
         backend = cls(deployment.model.id, command=command, **options)
         if not backend.model.is_same(deployment.model):
             raise UserError(f"{deployment.model.id}: not the model that the profile was tuned for; restore its files")

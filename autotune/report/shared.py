@@ -36,8 +36,7 @@ def shared_files(source: Path, name: str, license: str) -> dict[str, bytes | Pat
     card = template.render(
         profile=profile, name=name, license=license, answer=answer_of(profile, Path(name)), bundled=bundled_models()
     )
-    draft = profile.point.draft
-    paths = () if draft is None else (source.parent / draft.id).rglob("*")
+    paths = (source.parent / draft.id).rglob("*") if (draft := profile.point.draft) is not None else ()
     beside = {
         path.relative_to(source.parent).as_posix(): path
         for path in paths
