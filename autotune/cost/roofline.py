@@ -69,9 +69,9 @@ class DatasheetLimits(Document, kind="device-limits"):
     """A round outside the models, measured on the host of an H100; a level takes an eighth of it."""
     has_mig: bool = False
     """Whether the device can be split into MIG slices."""
-    link_gb_per_second: float = Field(gt=0)
-    """In one direction."""
-    link_hop_ms: float = Field(gt=0)
+    link_gb_per_second: float = Field(default=32, gt=0)
+    """Of the link to other devices of one machine, in one direction; by default that of PCIe Gen4."""
+    link_hop_ms: float = Field(default=0.001, gt=0)
     """Latency from one device to the next."""
     num_devices: int = Field(default=1, ge=1, le=MOST_DEVICES)
     """Devices that share a target; the other limits are those of one."""

@@ -95,6 +95,7 @@ def test_every_shipped_datasheet_gives_a_table() -> None:
         assert short_name(find_limits(name).model) == name
         table = estimated(small, name=name)
         assert table.estimated and table.device.name == name and find_limits(name).source
+        assert {"link_gb_per_second", "link_hop_ms"} <= find_limits(name).model_fields_set, name
         assert table.dump()
         prices = table.prices(DRAFT, max_tokens=65, max_kv_length=4096)
         for ms in (prices.verify_ms, prices.draft_level_ms):

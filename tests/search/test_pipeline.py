@@ -19,6 +19,7 @@ from autotune.documents.published_defaults import COMPARED_DEFAULTS
 from autotune.evaluation.runtime_arms import DecoderArm
 from autotune.measuring.settings import CostSettings
 from autotune.modeling.graph_memory import graph_memory
+from autotune.report.page import render
 from autotune.report.sources import find_sources
 from autotune.search import finalists, thresholds
 from autotune.search.pipeline import search
@@ -36,7 +37,17 @@ def estimated_search(pair: Pair, folder: Path, **options: Any) -> DecodingProfil
     models = {"target": str(pair.target_folder), "drafts": (str(pair.draft_folder),), "gpu": "h100", "jobs": 1}
     job = {"workload": write_small_job(folder)[1], "space": str(folder / "small.yaml")}
     places = {"folder": folder / ".autotune", "output": folder / "profile.json"}
-    return search(SearchSettings(**models, **job, **places, budget_s=60, **options), Console())
+    return search(SearchSettings(**models | options, **job, **places, budget_s=60), Console())
+
+
+def test_a_search_for_two_cards_has_their_prices(pair: Pair, tmp_path: Path) -> None:
+    """Replay takes them as those of one card; the profile and its cost table name both cards."""
+    profile = estimated_search(pair, tmp_path, num_trials=2, gpu="2xh100")
+    found = find_sources(tmp_path / "profile.json")
+    assert found.table is not None and found.table.device == profile.hardware
+    assert profile.hardware.name == "2xh100" and profile.hardware.model.startswith("2xNVIDIA H100")
+    assert profile.point.predicted is not None and profile.point.predicted.estimated and profile.point.measured is None
+    assert "2xNVIDIA H100 SXM5 80GB, float32, mode cuda-graph" in render(found)
 
 
 @pytest.mark.nightly
