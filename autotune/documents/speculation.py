@@ -6,9 +6,15 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, model_validator
 
+from autotune.errors import UserError
 from autotune.files import Document, content_key
 
-ModelType = Literal["draft_model", "eagle3", "mtp", "draft-simple", "draft-eagle3"]
+ModelType = Literal[
+    "draft_model", "eagle3", "dflash", "mtp", "draft-simple", "draft-eagle3", "draft-dflash", "draft-mtp"
+]
+"""Types that draft with a model or a head of the target: chains, of which shorter ones begin longer ones."""
+OF_THE_TARGET = ("mtp", "draft-mtp")
+"""Types whose head the target's own files may have, so that no model is named."""
 SpeculationType = str
 """A key of ``OPTIONS``, or a type of another engine."""
 Natural = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -28,7 +34,8 @@ OPTIONS: dict[SpeculationType, Options] = {
     **{name: {"n-max" if name.startswith("draft-") else "num_speculative_tokens": 3} for name in get_args(ModelType)},
 }
 """Options that affect a type's drafts, with the engine's defaults, in the order in which llama-server tries the types.
-vLLM documents no default for ``ngram``; these values are its example's. A draft model drafts three tokens.
+The last option of a type is its depth. vLLM documents no default for ``ngram``; these values are its example's. A draft
+model drafts three tokens.
 """
 
 
@@ -39,7 +46,9 @@ class Speculation(Document):
     options: Options = Field(default_factory=dict)
     """All options of a type in ``OPTIONS``. Those of other types are not checked."""
     model: str = ""
-    """Folder or Hugging Face id of the draft model; empty for a type without one."""
+    """Folder or Hugging Face id of the draft; empty for a type without one, and for a head in the target's files."""
+    schedule: list[tuple[Natural, Natural, Natural]] = Field(default_factory=list)
+    """First and last number of requests at once, and the depth for them, where it is not the same for all."""
 
     @model_validator(mode="after")
     def _has_its_options(self) -> Speculation:
@@ -47,14 +56,38 @@ class Speculation(Document):
             return self
         if list(self.options) != list(OPTIONS[self.type]):
             raise ValueError(f"{self.type} has the options {', '.join(OPTIONS[self.type]) or 'none'}")
-        if bool(self.model) != (self.type in get_args(ModelType)):
+        if bool(self.model) != self.is_chain and self.type not in OF_THE_TARGET:
             raise ValueError(f"{self.type} {'has no' if self.model else 'needs a'} model")
         return self
 
     @property
     def key(self) -> str:
         """Hash of the settings, as ``Configuration.key``."""
-        return content_key(self.model_dump(mode="json"))
+        return content_key(self.model_dump(mode="json", exclude=None if self.schedule else {"schedule"}))
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether a model or a head drafts, a token after the other."""
+        return self.type in get_args(ModelType)
+
+    @property
+    def depth(self) -> int | None:
+        """The most tokens of a draft; None for a type that is not in ``OPTIONS``."""
+        return int(self.options[list(OPTIONS[self.type])[-1]]) if self.type in OPTIONS else None
+
+    def at_depth(self, k: int) -> Speculation | None:
+        """These settings with drafts of at most ``k`` tokens; None for 0, which is no speculation.
+
+        Raises:
+            UserError: the type is not in ``OPTIONS``.
+        """
+        if k == 0:
+            return None
+        if self.type not in OPTIONS:
+            raise UserError(f"{self.type}: the option that limits its drafts is not known; choose another type")
+        *others, depth = OPTIONS[self.type]
+        least = {name: min(self.options[name], k) for name in others if name == "n-min"}  # of a draft that is used
+        return self.model_copy(update={"options": self.options | least | {depth: k}, "schedule": []})
 
     @property
     def is_default(self) -> bool:

@@ -306,7 +306,7 @@ class EngineBackend(Backend):
     def replay(self, configuration: Speculation | None, recorded: EngineRecorded) -> EngineSteps | ChainSteps:
         """Along the plain answers. The answers of a draft model's chain were recorded in servers of its own."""
         new_tokens = [len(answer.tokens) - 1 for answer in recorded.answers]
-        if configuration is not None and configuration.model:
+        if configuration is not None and configuration.is_chain:
             return ChainSteps(recorded.chains[configuration.key], new_tokens)
         replays = replay_speculation(configuration, recorded.known, recorded.context)
         return EngineSteps(configuration, replays, new_tokens)

@@ -36,7 +36,7 @@ def llama_arguments(speculation: Speculation | None) -> list[str]:
     words = ["--spec-type", speculation.type]
     words += ["--spec-draft-model", speculation.model] if speculation.model else []
     for name, value in speculation.options.items():
-        words += [f"--spec-{'draft' if speculation.model else speculation.type}-{name}", str(value)]
+        words += [f"--spec-{'draft' if speculation.is_chain else speculation.type}-{name}", str(value)]
     return words
 
 

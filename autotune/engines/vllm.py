@@ -47,12 +47,14 @@ def vllm_arguments(speculation: Speculation | None) -> list[str]:
     """Arguments of vLLM for settings. It counts the layers of MiMo's heads by the target's config."""
     if speculation is None:
         return []
-    model = {"model": speculation.model} if speculation.model else {}
-    words = ["--speculative-config", json.dumps({"method": speculation.type, **model, **speculation.options})]
-    return [
-        *words,
-        *(["--hf-overrides", json.dumps({"num_nextn_predict_layers": 1})] if speculation.type == "mtp" else []),
-    ]
+    config: dict[str, Any] = {"method": speculation.type}
+    config |= {"model": speculation.model} if speculation.model else {}
+    config |= speculation.options
+    config |= {"num_speculative_tokens_per_batch_size": speculation.schedule} if speculation.schedule else {}
+    words = ["--speculative-config", json.dumps(config)]
+    if speculation.type == "mtp" and speculation.model:
+        words += ["--hf-overrides", json.dumps({"num_nextn_predict_layers": 1})]
+    return words
 
 
 def chat_request(prompt: WorkloadPrompt) -> dict[str, Any]:
