@@ -49,8 +49,8 @@ class Side:
     launch: Callable[[], AbstractContextManager[Arm]]
     """Starts a process that decodes the prompts of the checked workloads."""
     known: Mapping[str, float] = field(default_factory=dict)
-    """Of a head: ln(t_head / t_base) that the profile has measured, by the prompt's hash. Without any, it is compared
-    with the base itself.
+    """ln(t_head / t_base) in the profile, by the prompt's hash, for a head that is compared with this ratio; empty for
+    sides that are compared with each other.
     """
 
 
@@ -183,6 +183,6 @@ def evidence_for(
         f"search on {profile.workload.name}, or the target's chat template, tokenizer, processor or generation config has "
         f"changed (first: {changed[0]})"
     )
-    if not settings.has_own_measure:
+    if settings.against is None and settings.min_speedup is None:
         raise NotComparable(f"{source} has {reason}; check the workload and the files of the search, or search again")
     return reason

@@ -17,6 +17,7 @@ from autotune.check.versions import base_of
 from autotune.console import Console
 from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile
+from autotune.documents.deployment import Deployment
 from autotune.documents.speculation import Speculation
 from autotune.engines.backend import Backend
 from autotune.errors import NotComparable, UserError
@@ -49,7 +50,7 @@ class CheckedEngine(CheckedBackend):
         Raises:
             NotComparable: another build than the profile's refuses the settings, or answers every prompt otherwise.
         """
-        configuration = speculation_of(self.profile)
+        configuration = deployment_of(self.profile).speculation
         with ExitStack() as servers:
             self.arms = [servers.enter_context(self.backend.arm(None))]
             other_build = self._other_build()
@@ -61,9 +62,9 @@ class CheckedEngine(CheckedBackend):
             for name, arm in zip((AR, TUNED), self.arms, strict=False):
                 arm.name = name
             checked = super().check(workload)
-        pairs = list(zip(checked.runs, self.profile.evidence.prompts, strict=False))
-        has_same_answers = any(run.tokens_sha256 == known.tokens_sha256 for run, known in pairs)
-        if other_build and pairs and not has_same_answers and not self.settings.has_own_measure:
+        known = {run.tokens_sha256 for run in self.profile.evidence.prompts}
+        is_other = bool(known) and known.isdisjoint(run.tokens_sha256 for run in checked.runs)
+        if other_build and is_other and self.settings.against is None:
             raise NotComparable(f"{other_build}; it answers every prompt otherwise, so no counts compare; search again")
         if configuration is not None and not configuration.model:
             checked.gates.insert(2, self._replay_gate(configuration, checked))
@@ -71,12 +72,10 @@ class CheckedEngine(CheckedBackend):
 
     def _other_build(self) -> str:
         """The builds of the profile and of the engine that runs, if they differ; else empty."""
-        deployment = self.profile.point.deployment
-        assert deployment is not None, "a profile of the runtime"
-        before, now = (build[:SHOWN_BUILD] for build in (deployment.build, self.backend.deploy(None).build))
+        before, now = deployment_of(self.profile).build[:SHOWN_BUILD], self.backend.deploy(None).build[:SHOWN_BUILD]
         if before in ("", now):
             return ""
-        text = f"the profile was measured with build {before} of {deployment.backend}, and build {now} runs"
+        text = f"the profile was measured with build {before} of {self.profile.backend}, and build {now} runs"
         self.console.say(text)
         return text
 
@@ -129,7 +128,7 @@ class CheckedEngine(CheckedBackend):
     def measured_sides(self, checked: CheckedWorkload) -> tuple[Side, Side] | str | None:
         profile, evidence = self.profile, self.profile.evidence
         measured = evidence_for(profile, checked.workload, checked.runs, self.settings)
-        if isinstance(measured, str) or speculation_of(profile) is None:
+        if isinstance(measured, str) or deployment_of(profile).speculation is None:
             return None
         known = {
             run.prompt_sha256: math.log(run.token_ms / plain_ms)
@@ -150,13 +149,13 @@ class CheckedEngine(CheckedBackend):
         return plain, replace(_side(str(self.settings.profile), profile, self.backend), known=known)
 
 
-def speculation_of(profile: DecodingProfile) -> Speculation | None:
+def deployment_of(profile: DecodingProfile) -> Deployment:
     assert profile.point.deployment is not None, "a profile of the runtime"
-    return profile.point.deployment.speculation
+    return profile.point.deployment
 
 
 def _side(label: str, profile: DecodingProfile, backend: Backend, *, is_plain: bool = False) -> Side:
-    configuration = None if is_plain else speculation_of(profile)
+    configuration = None if is_plain else deployment_of(profile).speculation
     key = content_key(backend.deploy(configuration).model_dump(mode="json"))
     return Side(label, key, profile, lambda: backend.arm(configuration))
 

@@ -105,14 +105,14 @@ def _compare(
     deadline, is_decided = time.monotonic() + settings.budget_s, has_failed(gates)
     for number, workload in enumerate(checked):
         sides = against or backend.measured_sides(workload)
-        name, timing = workload.workload.name, None
+        timing = None
         if isinstance(sides, tuple) and not is_decided:
             left_s = (deadline - time.monotonic()) / (len(checked) - number)
             gate, timing = Comparison(*sides, design, backend).time_gate(workload, budget_s=left_s)
             gates.append(gate)
         elif sides is not None:
             reason = sides if isinstance(sides, str) else "decided without timing"
-            gates.append(skipped(TIME if against else PROFILE_TIME, name, reason))
+            gates.append(skipped(TIME if against else PROFILE_TIME, workload.workload.name, reason))
         timings.append(timing)
     return timings
 

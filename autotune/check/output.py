@@ -1,8 +1,7 @@
-"""A check's result for other programs: JUnit XML, and annotations and summaries of jobs on GitHub Actions."""
+"""A check's result for other programs: JUnit XML, and annotations on GitHub Actions."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,7 +52,6 @@ def report_error(error: Exception, junit: Path | None, github: bool) -> None:
         write_bytes(junit, junit_of_error(error))
     if github:
         print(f"::error title=autotune check::{_escaped(f'{type(error).__name__}: {error}')}", file=sys.stderr)
-        add_to_summary([f"**autotune check**: {error}"])
 
 
 def github_annotations(result: CheckResult) -> list[str]:
@@ -65,24 +63,6 @@ def github_annotations(result: CheckResult) -> list[str]:
             message = _escaped("\n".join([f"{gate.workload}: {gate.summary}", *gate.details[:10]]))
             lines.append(f"::{LEVELS[gate.verdict]} title={title}::{message}")
     return lines
-
-
-def job_summary(result: CheckResult) -> list[str]:
-    """The verdict and the gates in Markdown."""
-    rows = [(gate.verdict, gate.name, gate.workload, gate.summary.replace("|", "\\|")) for gate in result.gates]
-    table = [
-        "| verdict | gate | workload | |",
-        "| --- | --- | --- | --- |",
-        *(f"| {' | '.join(row)} |" for row in rows),
-    ]
-    return [f"**autotune check of {result.profile}**: {result.verdict}", "", *table]
-
-
-def add_to_summary(lines: Sequence[str]) -> None:
-    """Add Markdown to the summary of the job; nothing outside of GitHub Actions."""
-    if path := os.environ.get("GITHUB_STEP_SUMMARY"):
-        with Path(path).open("a") as file:
-            file.write("\n".join([*lines, "", ""]))
 
 
 def _escaped(text: str) -> str:

@@ -64,7 +64,7 @@ def command(as_json: bool, **values: Any) -> None:
         click.echo(f"checking {settings.profile}", err=True)
 
         from autotune.check.job import run_check
-        from autotune.check.output import add_to_summary, github_annotations, job_summary
+        from autotune.check.output import github_annotations
         from autotune.console import Console
         from autotune.search.backends import restored_backend
 
@@ -72,7 +72,6 @@ def command(as_json: bool, **values: Any) -> None:
     if settings.github:
         for line in github_annotations(result):
             click.echo(line, err=True)
-        add_to_summary(job_summary(result))
     if as_json:
         click.echo(result.dump())
     sys.exit(result.exit_code)

@@ -59,7 +59,7 @@ class ProfileDifference(Document, kind="profile-difference", made_by="autotune d
     names: tuple[str, str]
     target: ModelReference
     settings: dict[str, dict[str, tuple[str, str]]]
-    """Those that differ, by the keys of ``COMPARED`` and the field of the profile: A's and B's."""
+    """A's and B's values of fields that differ, by the keys of ``COMPARED`` and by field."""
     num_shared_prompts: int
     """Held-out prompts that both have decoded; 0: each has figures of its own prompts, and none by task."""
     num_same_answers: int

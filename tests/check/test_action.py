@@ -117,7 +117,7 @@ def test_exit_codes_reports_and_the_summary(engine_folder: Path) -> None:
         ({"command": f"{engine} --loses-one"}, 1, 1, "| failed | counts | prompts.jsonl | 5 of 6 prompts have"),
         ({"command": engine, "budget": "1s"}, 0, 3, "| inconclusive | time against the profile | prompts.jsonl |"),
         ({"command": engine, "budget": "1s", "strict": "true"}, 3, 3, "**: inconclusive: --budget 1s"),
-        ({"workload": "none.jsonl"}, 2, 2, "**autotune check**: none.jsonl: no such file"),
+        ({"workload": "none.jsonl"}, 2, 2, "**autotune check of profile.json**: autotune: none.jsonl: no such file"),
     ):
         job = run_action(engine_folder, **{"profile": "profile.json", **given})
         assert (job.code, int(job.outputs["exit-code"])) == (code, exit_code), job.log
