@@ -14,7 +14,7 @@ import click
 
 from autotune.console import Console
 from autotune.documents.decoding_profile import HF
-from autotune.engines.formats import Export, text_of
+from autotune.engines.formats import Export, exported_text
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.bench_arms import assistant_of
 from autotune.evaluation.race import Everyone, race
@@ -56,7 +56,7 @@ def main(profile: Path, prompts: int, workload: str | None, seed: int) -> None:
     decoder = load(profile, context_tokens=0, console=console)
     document, runtime = decoder.profile, RuntimeArms(decoder)
     assert document is not None
-    fields = json.loads(text_of(EXPORTED, Export(document, console, None, Path("exports"))))
+    fields = json.loads(exported_text(EXPORTED, Export(document, console, None, Path("exports"))))
     chosen = load_workload(workload or document.workload.name, "evaluate", num_prompts=prompts)
     arms: list[Arm] = [HuggingFaceArm(HF, runtime), ExportedArm(runtime, fields)]
     with console.stage("generate") as update:

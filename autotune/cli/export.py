@@ -10,7 +10,7 @@ from autotune.cli import options
 from autotune.cli.verb import Verb
 
 FORMATS = ("command", "vllm-yaml", "llama-ini", "generation-config", "sglang-json", "sglang-by-load", "k8s")
-"""Those of ``engines.formats``, which takes longer to import."""
+"""The names in ``engines.formats.FORMATS``, whose import takes longer."""
 
 
 @click.command(cls=Verb, short_help="Print the command that serves a profile, or write a file for an engine.")
@@ -44,14 +44,14 @@ def command(profile: Path, form: str, draft_tokens: int | None, models: Path, ou
     """
     from autotune.cli.preflight import require_profile
     from autotune.console import Console
-    from autotune.engines.formats import Export, text_of
+    from autotune.engines.formats import Export, exported_text
     from autotune.files import write_bytes
     from autotune.study.outputs import require_replaceable
 
     document = require_profile(profile)
     if output is not None:
         require_replaceable(output, "-o")
-    text = text_of(form, Export(document, Console(), draft_tokens, models))
+    text = exported_text(form, Export(document, Console(), draft_tokens, models))
     if output is None:
         click.echo(text, nl=False)
     else:

@@ -129,7 +129,7 @@ FORMATS = {
 }
 
 
-def text_of(name: str, export: Export) -> str:
+def exported_text(name: str, export: Export) -> str:
     """The text of a format.
 
     Raises:
