@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -193,7 +192,7 @@ def test_what_is_wrong_with_a_gguf_file_is_told(
                 loader(name)
             assert "\n" not in str(caught.value)
     with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "gguf", None)
+        patch.setattr("autotune.errors.find_spec", lambda name: None if name == "gguf" else name)
         with pytest.raises(UserError, match=r"needs the extra gguf: pip install 'autotune-speculative\[gguf\]'"):
             load_model(str(path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
