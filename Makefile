@@ -11,6 +11,7 @@ lint: .venv/installed
 	$(BIN)/ruff check autotune tests benchmarks drafts examples
 	$(BIN)/ruff format --check autotune tests benchmarks drafts examples
 	$(BIN)/mypy
+	if test -x $(BIN)/hadolint; then $(BIN)/hadolint docker/*.Dockerfile; fi
 
 check: lint  ## lint, types and the tests that need no torch: about a minute
 	$(BIN)/pytest -n auto --without-torch -m "not nightly"

@@ -27,8 +27,13 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    from autotune.errors import imported
+    import importlib
 
-    if name in _MODULES:
-        return getattr(imported(_MODULES[name]), name)
-    raise AttributeError(f"module 'autotune' has no attribute {name!r}")
+    from autotune.errors import explained
+
+    if name not in _MODULES:
+        raise AttributeError(f"module 'autotune' has no attribute {name!r}")
+    try:
+        return getattr(importlib.import_module(_MODULES[name]), name)
+    except ModuleNotFoundError as error:
+        raise explained(error) from None

@@ -6,8 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
-from typing import Any
+from importlib.util import find_spec
 
 EXTRAS = {
     **dict.fromkeys(("accelerate", "numba", "optuna", "safetensors", "sklearn", "sqlalchemy"), "runtime"),
@@ -60,16 +59,14 @@ def explained(error: Exception) -> Exception:
     return UserError(f"{error.name} is not installed; this needs the extra {extra}: {advice}")
 
 
-def imported(module: str) -> Any:
-    """Import a module of a package that the core does not have.
+def require(package: str) -> None:
+    """Refuse work that imports a package of an extra in the end.
 
     Raises:
         UserError: it is not installed.
     """
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        raise explained(error) from None
+    if find_spec(package) is None:
+        raise explained(ModuleNotFoundError(name=package))
 
 
 def first_line(error: Exception) -> str:

@@ -14,7 +14,7 @@ MODULES = {
     for path in sorted((ROOT / folder).rglob("*.py"))
 }
 """Source files by full module name."""
-HEAVY = {"torch", "transformers"}
+HEAVY = frozenset({"torch", "transformers"})
 
 
 @functools.cache
@@ -25,6 +25,12 @@ def imported_names(path: Path, *, deferred: bool) -> tuple[str, ...]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test) and not deferred:
                 continue
+            if (
+                isinstance(child, ast.Try)
+                and "ModuleNotFoundError" in " ".join(map(ast.unparse, child.handlers))
+                and not deferred
+            ):
+                continue  # the module goes on without it
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not deferred:
                 continue
             if isinstance(child, ast.Import):
@@ -47,15 +53,15 @@ def own_imports(module: str, *, deferred: bool) -> frozenset[str]:
 
 
 @functools.cache
-def heavy_import(module: str) -> str | None:
-    """The module through which importing ``module`` loads torch or transformers; None if it loads neither."""
+def heavy_import(module: str, heavy: frozenset[str] = HEAVY) -> str | None:
+    """The module through which importing ``module`` loads one of some packages; None if it loads none."""
     reached, waiting = set(), [module]
     while waiting:
         current = waiting.pop()
         if current in reached:
             continue
         reached.add(current)
-        if HEAVY & {name.partition(".")[0] for name in imported_names(MODULES[current], deferred=False)}:
+        if heavy & {name.partition(".")[0] for name in imported_names(MODULES[current], deferred=False)}:
             return current
         waiting += own_imports(current, deferred=False)
     return None

@@ -7,6 +7,7 @@ import ast
 import pytest
 
 from autotune.documents.draft_kinds import KINDS
+from autotune.errors import EXTRAS
 from tests.imports import MODULES, heavy_import, imported_names, own_imports
 
 # From the bottom to the top, one row for a floor. A module may import modules of its own entry and of lower rows, at
@@ -72,6 +73,8 @@ TORCH_FREE = (
     "trees",
     "workloads.workload",
 )
+# What the verbs import for an engine, in an install without extras (tests/engines/test_core.py runs it).
+CORE = ("cli", "engines", "search.backend_race", "search.engine_tuning", "check.job", "evaluation.bench", "report.page")
 PACKAGE = {name.removeprefix("autotune."): path for name, path in MODULES.items() if name.startswith("autotune.")}
 
 
@@ -126,6 +129,15 @@ def test_importing_loads_no_torch(entry: str) -> None:
     assert modules, f"{entry} names no module"
     for module in modules:
         assert heavy_import(f"autotune.{module}") is None, f"importing {module} loads torch"
+
+
+@pytest.mark.parametrize("entry", CORE)
+def test_importing_the_core_needs_no_extra(entry: str) -> None:
+    modules = [module for module in PACKAGE if is_within(module, entry)]
+    assert modules, f"{entry} names no module"
+    for module in modules:
+        reached = heavy_import(f"autotune.{module}", frozenset(EXTRAS))
+        assert reached is None, f"importing {module} needs an extra, through {reached}"
 
 
 def test_the_package_itself_imports_nothing() -> None:

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from autotune.documents.deployment import RUNTIME
 from autotune.documents.execution import check_capture_sizes
 from autotune.documents.option_fields import extra_of, option_name
-from autotune.errors import UserError, imported
+from autotune.errors import UserError, require
 from autotune.modeling.loading import Dtype
 from autotune.strict_parsing import parse_json
 from autotune.study.outputs import require_replaceable
@@ -93,7 +93,7 @@ def _table_file(text: str) -> Path:
     packages = {".csv": "pandas", ".parquet": "pyarrow"}
     if (suffix := Path(text).suffix) not in packages:
         raise ValueError("its suffix names no format")
-    imported(packages[suffix])  # before the work, after which the table is written
+    require(packages[suffix])  # before the work, after which the table is written
     require_replaceable(Path(text), "--table")
     return Path(text)
 

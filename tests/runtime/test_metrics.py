@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import autotune
 from autotune.errors import UserError
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.metrics import PrometheusMetrics
@@ -86,5 +87,6 @@ def test_prometheus_metrics_add_up_to_the_statistics(decoder: Decoder, pair: Pai
 
 def test_without_the_package_metrics_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(UserError, match=r'need prometheus-client; pip install "autotune-speculative\[metrics\]"'):
-        PrometheusMetrics()
+    monkeypatch.delitem(sys.modules, "autotune.runtime.metrics")
+    with pytest.raises(UserError, match=r"needs the extra metrics: pip install 'autotune-speculative\[metrics\]'"):
+        _ = autotune.PrometheusMetrics

@@ -429,8 +429,8 @@ def test_without_the_extra_packages_the_command_says_so(tmp_path: Path, monkeypa
     monkeypatch.delitem(sys.modules, "autotune.serve.server")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     said = CliRunner().invoke(main, ["serve", str(tmp_path / "profile.json")])
-    needed = 'autotune: serving needs uvicorn; pip install "autotune-speculative[serve]"\n'
-    assert said.exit_code == 2 and said.stderr.endswith(f"\n{needed}")
+    needed = "uvicorn is not installed; this needs the extra serve: pip install 'autotune-speculative[serve]'\n"
+    assert said.exit_code == 2 and said.stderr.endswith(f"\nautotune: {needed}")
 
 
 HANGUP = pytest.mark.skipif(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, reason="run by nohup, which is obeyed")

@@ -120,7 +120,8 @@ def test_other_files_without_pyav(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(__import__("sys").modules, "av", None)
     (tmp_path / "a.mp4").write_bytes(b"a video")
     with pytest.raises(
-        UserError, match=r"a\.mp4: videos that are no GIF.* need PyAV; pip install av, or give a folder"
+        UserError,
+        match=r"a\.mp4: videos that are no GIF.* need PyAV; pip install 'autotune-speculative\[video\]', or give",
     ):
         load_video(tmp_path / "a.mp4", 2.0)
 
