@@ -22,8 +22,9 @@ import numpy as np
 from autotune.console import Console
 from autotune.documents.decoded import Decoded
 from autotune.documents.speculation import DEEPEST, Speculation
+from autotune.engines.chains import tokens_per_pass
 from autotune.engines.engine import EngineBackend
-from autotune.engines.prices import EnginePrices, tokens_per_pass
+from autotune.engines.prices import EnginePrices
 from autotune.engines.replay import EngineRecorded
 from autotune.table import Table, number, percent, times
 from autotune.workloads.prompt import WorkloadPrompt

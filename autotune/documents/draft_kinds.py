@@ -58,6 +58,15 @@ def is_eagle3(config: Mapping[str, Any]) -> bool:
     return "draft_vocab_size" in config
 
 
+def is_dflash(config: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` describes a block-diffusion draft (DFlash) in the form of its authors, of
+    ``speculators``, or of transformers' assistants.
+    """
+    is_named = "DFlash" in str(config.get("architectures")) or config.get("speculators_model_type") == "dflash"
+    has_blocks = config.keys() >= {"block_size", "mask_token_id", "target_layer_ids"}
+    return is_named or has_blocks or "dflash_config" in config
+
+
 def refuse_dflash(name: str, config: Mapping[str, Any]) -> None:
     """Refuse a block-diffusion draft (DFlash), which serving engines alone run.
 
@@ -66,10 +75,9 @@ def refuse_dflash(name: str, config: Mapping[str, Any]) -> None:
         config: content of its ``config.json``.
 
     Raises:
-        UserError: it is one in the form of its authors, of ``speculators``, or of transformers' assistants.
+        UserError: it is one, see ``is_dflash``.
     """
-    is_named = "DFlash" in str(config.get("architectures")) or config.get("speculators_model_type") == "dflash"
-    if is_named or "dflash_config" in config or config.keys() >= {"block_size", "mask_token_id", "target_layer_ids"}:
+    if is_dflash(config):
         raise UserError(
             f"{name}: drafts of kind dflash propose whole blocks, and are neither run nor exported; give a draft of another kind, or use vLLM's "
             f"""own --speculative-config '{{"method": "dflash", "model": "{name}", "num_speculative_tokens": N}}'"""

@@ -16,7 +16,7 @@ from autotune.engines.engine_server import NATURAL, TEXT, TIMES, TOKENS, EngineS
 from autotune.engines.served import Served
 from autotune.errors import UserError
 from autotune.files import known_sha256_of
-from autotune.modeling.gguf import architecture_of, find_gguf, require_chat_template
+from autotune.modeling.gguf import SUFFIX, architecture_of, find_gguf, gguf_sizes, has_own_head, require_chat_template
 from autotune.workloads.prompt import WorkloadPrompt
 
 PRICED_BY = Speculation(type="ngram-mod", options={"n-match": 4, "n-min": 0, "n-max": 64})
@@ -180,6 +180,19 @@ class LlamaBackend(EngineBackend):
                 f"--draft {draft}: llama.cpp drafts with GGUF files; give one of a model with the target's vocabulary, or of an EAGLE-3 head"
             )
         return HEADS.get(architecture_of(path), "draft-simple"), path.resolve()
+
+    @classmethod
+    def find_heads(cls, target: str) -> list[tuple[ModelType, Path | None, int]]:
+        """Of a file, those in its folder with its hidden size, too."""
+        path = find_gguf(target, is_split=True)
+        if path is None:
+            return []
+        heads: list[tuple[ModelType, Path | None, int]] = [("draft-mtp", None, DEEPEST)] if has_own_head(path) else []
+        hidden = gguf_sizes(path).get("hidden_size")
+        for file in sorted(path.parent.glob(f"*{SUFFIX}")):
+            if (kind := HEADS.get(architecture_of(file))) and gguf_sizes(file).get("hidden_size") == hidden:
+                heads.append((kind, file.resolve(), DEEPEST))
+        return heads
 
     def read_model(self) -> str:
         if self.url is None and "--chat-template" not in " ".join(self.arguments):

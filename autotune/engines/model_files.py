@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.documents.draft_kinds import KINDS, refuse_dflash
+from autotune.documents.draft_kinds import KINDS, is_dflash
 from autotune.documents.speculation import ModelType
 from autotune.errors import UserError
 from autotune.files import content_key, known_sha256_of, read_json, write_bytes
@@ -221,7 +221,8 @@ def served_draft(name: str, target: str, folder: Path) -> tuple[ModelType, Path]
         raise UserError(
             f"--draft {name} with {target}: no model of safetensors; give a complete model, an EAGLE-3 head or an mtp head"
         )
-    refuse_dflash(name, draft.config)
+    if is_dflash(draft.config):
+        return "dflash", draft.folder.resolve()
     if "draft_vocab_size" in draft.config or draft.config.get("speculators_model_type") == "eagle3":
         return "eagle3", draft.folder.resolve()
     if (kind := KINDS.get(str(draft.config.get("kind")))) and kind.is_target_layer:

@@ -189,9 +189,3 @@ def with_draft(prices: EnginePrices, head: Speculation, served: Mapping[int, Pai
                 drafting.append((spent - prices.request_ms(replayed, head)) / len(replayed.drafts))
         times[depth] = float(np.median(drafting))
     return replace(prices, drafts={**prices.drafts, head.type: times})
-
-
-def tokens_per_pass(requests: Sequence[tuple[int, int]]) -> float:
-    """Tokens that a pass gives in the mean, of requests with their tokens and accepted draft tokens."""
-    tokens, accepted = map(sum, zip(*requests, strict=True))
-    return tokens / (tokens - accepted)

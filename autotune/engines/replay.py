@@ -7,14 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autotune.documents.speculation import DEEPEST, Speculation
+from autotune.documents.speculation import Speculation
 from autotune.engines.ngram_drafters import Drafter, KnownRequest, LookupDrafter, ModDrafter, SimpleDrafter
 from autotune.engines.served import Served
 from autotune.engines.suffix_drafter import SuffixDrafter
 from autotune.workloads.prompt import WorkloadPrompt
 
 CONTEXT_STEP = 32
-CUT_AT_LIMIT = "draft-"  # begin of llama.cpp's types, whose drafts end with what a request may still generate
 DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "ngram-simple": SimpleDrafter,
     "ngram-mod": ModDrafter,
@@ -116,47 +115,6 @@ def replay_request(drafter: Drafter | None, request: KnownRequest, context: int)
             drafter.accept(accepted)
         length += accepted + 1
     return RequestReplay(drafts, passes, len(answer.tokens) - 1)
-
-
-def known_drafts(answer: Served) -> dict[int, tuple[int, bool]]:
-    """Draft tokens of a chain that are the answer's, by the number of the answer's tokens before them, and whether the
-    next one is known to differ. What a chain drafts after a few of its tokens is the rest of it: exactly so for a draft
-    model, which reads the text alone.
-    """
-    known = dict[int, tuple[int, bool]]()
-    for place, drafted, accepted in sorted(answer.verifications, reverse=True):
-        more, is_known = known.get(place + drafted, (0, False)) if accepted == drafted else (0, True)
-        for inside in range(accepted + 1):
-            known.setdefault(place + inside, (accepted - inside + more, is_known))
-    return known
-
-
-def replay_chain(chain: Speculation, answer: Served, context: int) -> tuple[RequestReplay, set[int]]:
-    """The request of a server that drafts chains, from what is known of longer ones, and the places behind which that
-    is not enough; the draft counts as wrong there.
-
-    Args:
-        context: most tokens of a request, to which a draft is cut.
-    """
-    known, deepest = known_drafts(answer), max((drafted for _, drafted, _ in answer.verifications), default=DEEPEST)
-    drafts, passes, unknown = [], Counter[tuple[int, int]](), set[int]()
-    before, place = len(answer.prompt_tokens) - 1, 1
-    while place < len(answer.tokens):
-        room = context - before - place
-        if ends := chain.type.startswith(CUT_AT_LIMIT):
-            room = min(room, answer.limit - place + 1)
-        drafted = max(0, min(chain.depth or 0, deepest, room - 2))
-        right, is_known = known.get(place, (0, False))
-        if right < drafted and not is_known:
-            unknown.add(place + right)
-        accepted = min(right, drafted)
-        if ends and answer.is_ended and drafted == right + 1 == len(answer.tokens) - place:
-            accepted = drafted  # the end is an accepted token where it ends the draft, too, and else not counted
-        passes[drafted + 1, (before + place) // CONTEXT_STEP] += 1
-        if drafted:
-            drafts.append((drafted, accepted))
-        place += accepted + 1
-    return RequestReplay(drafts, passes, len(answer.tokens) - 1), unknown
 
 
 def replay_speculation(

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from autotune.documents.draft_kinds import MTP_PROMISES
 from autotune.documents.provenance import ModelReference
-from autotune.documents.speculation import OPTIONS, ModelType, Speculation
+from autotune.documents.speculation import DEEPEST, OPTIONS, ModelType, Speculation
 from autotune.engines.engine import EngineBackend
 from autotune.engines.engine_server import NATURAL, TEXT, TOKENS, EngineServer, text_chat
 from autotune.engines.model_files import find_model_files, served_draft, served_target
@@ -25,6 +26,7 @@ from autotune.files import WORKSPACE
 from autotune.modeling.gguf import SUFFIX
 from autotune.modeling.hub import is_id
 from autotune.modeling.loading import bundled_models, reference, resolve
+from autotune.modeling.target_defaults import OWN, has_own_head, heads_near, sizes_of
 from autotune.workloads.chat import chat_messages
 from autotune.workloads.pixels import png_url
 from autotune.workloads.prompt import WorkloadPrompt
@@ -278,6 +280,18 @@ class VllmBackend(EngineBackend):
     @classmethod
     def find_draft(cls, draft: str, target: str) -> tuple[ModelType, Path]:
         return served_draft(draft, target, CONVERTED)
+
+    @classmethod
+    def find_heads(cls, target: str) -> list[tuple[ModelType, Path | None, int]]:
+        folder, sizes = sizes_of(target)
+        layers = max(int(sizes.get(key) or 0) for key in MTP_PROMISES) if has_own_head(folder, sizes) else 0
+        heads: list[tuple[ModelType, Path | None, int]] = []
+        if layers:
+            heads.append(("mtp", None, layers if layers > 1 else DEEPEST))  # of several, each drafts one token
+        for name, kind in heads_near(target, sizes).items():
+            if kind != OWN:
+                heads.append((*served_draft(name, target, CONVERTED), DEEPEST))
+        return heads
 
     def read_model(self) -> str:
         """``--dtype``, or the checkpoint's own."""

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from autotune.documents.draft_kinds import MTP_PROMISES, is_eagle3, is_own_draft
+from autotune.documents.draft_kinds import MTP_PROMISES, is_dflash, is_eagle3, is_own_draft
 from autotune.errors import UserError
 from autotune.files import read_json
 from autotune.modeling.gguf import PACKAGED, gguf_sizes
@@ -20,6 +20,7 @@ from autotune.workloads.workload import SHIPPED, TEXTS
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 WEIGHTS = (".safetensors", ".bin")  # suffixes
+OWN, DFLASH = "own", "dflash"  # kinds of a draft of this project, and of one that engines alone run
 
 
 def default_workload(target: str) -> str:
@@ -49,9 +50,17 @@ def default_drafts(target: str) -> tuple[str, ...]:
     if target in bundled_models():
         return DEFAULT_DRAFTS
     folder, sizes = sizes_of(target)
-    own = [target + MTP_SUFFIX] if _has_own_head(folder, sizes) else []
-    heads = [name for name, path in _folders(target).items() if _is_head(path, target, sizes)]
+    own = [target + MTP_SUFFIX] if has_own_head(folder, sizes) else []
+    heads = [name for name, kind in heads_near(target, sizes).items() if kind != DFLASH]
     return (*own, *heads, RETRIEVAL)
+
+
+def heads_near(target: str, sizes: Mapping[str, Any]) -> dict[str, str]:
+    """Heads that name a target or have its sizes, in the Hub's cache and beside a target of this machine: their names
+    and kinds, ``OWN`` for drafts that ``autotune train`` wrote.
+    """
+    kinds = {name: _kind_of(path, target, sizes) for name, path in _folders(target).items()}
+    return {name: kind for name, kind in kinds.items() if kind}
 
 
 def sizes_of(target: str) -> tuple[Path, Mapping[str, Any]]:
@@ -64,7 +73,7 @@ def sizes_of(target: str) -> tuple[Path, Mapping[str, Any]]:
         return path, config | (config.get("text_config") or {})
 
 
-def _has_own_head(folder: Path, sizes: Mapping[str, Any]) -> bool:
+def has_own_head(folder: Path, sizes: Mapping[str, Any]) -> bool:
     """Whether a checkpoint's list of weights has a head; of a checkpoint in one file, whether its config promises
     one.
     """
@@ -82,8 +91,8 @@ def _folders(target: str) -> Mapping[str, Path]:
     return cached_models() | {str(path.parent): path.parent for path in sorted(beside)}
 
 
-def _is_head(folder: Path, target: str, sizes: Mapping[str, Any]) -> bool:
-    """Whether a folder holds a head that names a target, or that has its sizes, and the head's weights."""
+def _kind_of(folder: Path, target: str, sizes: Mapping[str, Any]) -> str:
+    """The kind of a folder's head, if it names a target or has its sizes, and has its weights; else empty."""
     hidden = sizes.get("hidden_size")
     with suppress(UserError, OSError, AttributeError, TypeError):  # other models may be incomplete or damaged
         config = read_json(folder / CONFIG)
@@ -94,7 +103,7 @@ def _is_head(folder: Path, target: str, sizes: Mapping[str, Any]) -> bool:
         has_sizes = hidden is not None and read == (hidden, sizes.get("vocab_size"))
         if is_own_draft(config):
             layers = config.get("num_target_layers")
-            return (config.get("hidden_size"), layers) == (hidden, sizes.get("num_hidden_layers"))
-        has_weights = any(file.suffix in WEIGHTS for file in folder.iterdir())
-        return is_eagle3(config) and has_weights and (is_named or has_sizes)
-    return False
+            return OWN if (config.get("hidden_size"), layers) == (hidden, sizes.get("num_hidden_layers")) else ""
+        if any(file.suffix in WEIGHTS for file in folder.iterdir()) and (is_named or has_sizes):
+            return DFLASH if is_dflash(config) else "eagle3" if is_eagle3(config) else ""
+    return ""

@@ -41,10 +41,10 @@ def draft_of(config: dict[str, Any]) -> dict[str, Any]:
     return {"draft": "draft", "file": ("draft/config.json", json.dumps(config).encode())}
 
 
-def write_draft(folder: Path, architecture: str) -> None:
-    """``draft.gguf``, of which only the architecture is read."""
+def write_draft(folder: Path, architecture: str, name: str = "draft", more: bytes = b"more") -> None:
+    """A GGUF file, of which only the architecture and sizes are read."""
     key, value = b"general.architecture", architecture.encode()
-    (folder / "draft.gguf").write_bytes(b"GGUF" + key + struct.pack("<IQ", 8, len(value)) + value + b"more")
+    (folder / f"{name}.gguf").write_bytes(b"GGUF" + key + struct.pack("<IQ", 8, len(value)) + value + more)
 
 
 def records(folder: Path) -> list[str]:
@@ -144,6 +144,44 @@ def test_every_depth_of_a_chain_is_replayed_from_one_recording(
     assert len(few.answers) == 4 == len(few.chains[kind])
     deployed = backend.deploy(chains[0]).speculation
     assert deployed is not None and deployed.model.endswith("draft.gguf" if architecture else "draft")
+
+
+@pytest.mark.parametrize(("promised", "deepest"), [({"num_nextn_predict_layers": 1}, 8), ({"num_mtp_layers": 3}, 3)])
+def test_heads_are_found_in_the_files_of_a_target_and_beside_them(
+    folder: Path, promised: dict[str, int], deepest: int
+) -> None:
+    """The given draft takes the place of one of its type."""
+    sizes = {"hidden_size": 64, "vocab_size": 9, "model_type": "llama"}
+    head = {**sizes, "draft_vocab_size": 8}
+    for name, config in {"model": sizes | promised, "head": head, "other": head | {"hidden_size": 65}}.items():
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "config.json").write_text(json.dumps(config))
+        (folder / name / "model.safetensors").touch()
+    found = vllm(folder).heads
+    assert {kind: Path(head.model).name for kind, head in found.items()} == {"mtp": "", "eagle3": "head"}
+    assert [head.depth for head in found.values()] == [deepest, 8]
+    assert (
+        vllm(folder, draft="draft").heads["eagle3"].model.endswith("draft")
+        and not VllmBackend.restored(vllm(folder).deploy(None)).heads
+    )
+
+
+def test_heads_are_found_in_a_gguf_file_and_beside_it(folder: Path) -> None:
+    sized = b"llama.embedding_length\4\0\0\0\x40\0\0\0"
+    assert not llama(folder).heads
+    content = (folder / "model.gguf").read_bytes() + sized + b"llama.nextn_predict_layers\4\0\0\0\1\0\0\0"
+    (folder / "model.gguf").write_bytes(content)
+    for name, architecture, more in (
+        ("a", "eagle3", sized),
+        ("b", "dflash", sized),
+        ("c", "eagle3", b""),
+        ("d", "llama", sized),
+    ):
+        write_draft(folder, architecture, name, more)
+    found = llama(folder).heads
+    assert list(found) == ["draft-mtp", "draft-eagle3", "draft-dflash"]
+    assert [Path(head.model).name for head in found.values()] == ["", "a.gguf", "b.gguf"]
+    assert llama(folder).words(found["draft-mtp"])[-4:] == ["--spec-type", "draft-mtp", "--spec-draft-n-max", "8"]
 
 
 def test_a_draft_costs_time_that_is_linear_in_its_tokens(folder: Path, prompts: list[WorkloadPrompt]) -> None:

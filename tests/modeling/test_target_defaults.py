@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from autotune.errors import UserError
 from autotune.modeling import hub
 from autotune.modeling.gguf import gguf_sizes
-from autotune.modeling.target_defaults import default_drafts, default_workload
+from autotune.modeling.target_defaults import default_drafts, default_workload, heads_near, sizes_of
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "vocab_size": 100, "num_hidden_layers": 4}
 VLM = {"model_type": "qwen2_5_vl", "text_config": LLAMA, "vision_config": {"hidden_size": 8}}
@@ -76,6 +76,8 @@ def test_heads_in_the_cache_that_name_a_target_or_have_its_sizes_compete(config:
     (cache / "models--five--damaged" / "refs").mkdir(parents=True)
     (cache / "models--five--damaged" / "refs" / "main").write_text("0" * 40)
     assert default_drafts("meta/Llama") == ("one/sizes", "three/width", "two/names", "retrieval")
+    heads = {name: "eagle3" for name in ("one/sizes", "three/width", "two/names")}
+    assert heads_near("meta/Llama", sizes_of("meta/Llama")[1]) == heads | {"other/dflash": "dflash"}
     images = ",images" if config is VLM else ""
     assert default_workload("meta/Llama") == f"chat,code,summarize{images}"
 
