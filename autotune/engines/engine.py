@@ -126,9 +126,8 @@ class EngineBackend(Backend):
         """The executable and the user's arguments."""
         words = shlex.split(command or cls.program) or [""]
         executable = shutil.which(words[0])
-        if (
-            executable is None and words[0] == cls.program
-        ):  # ``make engines`` of this project's sources may have built it
+        if executable is None and words[0] == cls.program:
+            # ``make engines`` of this project's sources may have built it.
             executable = shutil.which(user_cache().parent / "autotune-engines" / cls.name / "bin" / cls.program)
         if executable is None:
             raise UserError(
