@@ -54,6 +54,9 @@ NEEDING = {
 API = {"runtime": ["autotune.load('runtime.json')", "autotune.Decoder"]}
 
 
+installed = functools.cache(packages_distributions)
+
+
 def names_of(requirements: list[str]) -> set[str]:
     """Distributions of requirements, without the project itself."""
     names = {re.match(r"[\w.-]+", requirement)[0].lower() for requirement in requirements}  # type: ignore[index]
@@ -62,7 +65,7 @@ def names_of(requirements: list[str]) -> set[str]:
 
 def distributions_of(packages: set[str]) -> set[str]:
     """Distributions of import names, which are installed here, without those that others pin."""
-    known = packages_distributions()
+    known = installed()
     return {known.get(package, [package])[0].lower().replace("_", "-") for package in packages - PINNED_BY_OTHERS}
 
 
