@@ -54,6 +54,7 @@ TORCH_FREE = (
     "evaluation.runner",
     "evaluation.bench",
     "evaluation.bench_tables",
+    "evaluation.profile_difference",
     "evaluation.summary",
     "engines",
     "files",
