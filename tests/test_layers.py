@@ -55,6 +55,7 @@ TORCH_FREE = (
     "evaluation.runner",
     "evaluation.bench",
     "evaluation.bench_tables",
+    "evaluation.profile_difference",
     "evaluation.summary",
     "engines",
     "files",

@@ -10,7 +10,7 @@ from autotune.cli import options
 from autotune.cli.verb import Verb
 
 
-@click.command(cls=Verb, short_help="Compare two profiles of a target, and say what explains the difference.")
+@click.command(cls=Verb, short_help="Compare two profiles, and explain their difference.")
 @click.argument("a", type=click.Path(path_type=Path))
 @click.argument("b", type=click.Path(path_type=Path))
 @options.as_json

@@ -21,6 +21,8 @@ from autotune.files import Document
 from autotune.table import Table
 
 Floats = NDArray[np.float64]
+HeldOut = dict[str, list[float]]
+"""The quantities of each held-out prompt that decoded something, by its hash."""
 Interval = tuple[float, float, float]
 """A value and its 95 % interval, a bootstrap over prompts."""
 TOKENS, PASSES, MS, PLAIN_MS = range(4)
@@ -130,14 +132,15 @@ def difference_of(a: DecodingProfile, b: DecodingProfile, names: tuple[str, str]
         if changed := {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}:
             settings[kind] = changed
     runs = [{run.prompt_sha256: run for run in profile.evidence.prompts} for profile in (a, b)]
-    shared = [prompt for prompt in runs[0] if prompt in runs[1]]
+    held = _held_out(a), _held_out(b)
+    shared = [prompt for prompt in held[0] if prompt in held[1]]
     return ProfileDifference(
         names=names,
         target=a.target,
         settings=settings,
         num_shared_prompts=len(shared),
         num_same_answers=sum(runs[0][prompt].tokens_sha256 == runs[1][prompt].tokens_sha256 for prompt in shared),
-        figures=_figures(a, b, {prompt: runs[0][prompt].task or "" for prompt in shared}),
+        figures=_figures(*held, {prompt: runs[0][prompt].task or "" for prompt in shared}) if all(held) else {},
     )
 
 
@@ -149,31 +152,29 @@ def _leaves(content: Any, name: str = "") -> dict[str, str]:
     return {key: value for leaves in nested for key, value in leaves.items()}
 
 
-def _figures(a: DecodingProfile, b: DecodingProfile, tasks: Mapping[str, str]) -> dict[str, dict[str, Interval]]:
+def _figures(a: HeldOut, b: HeldOut, tasks: Mapping[str, str]) -> dict[str, dict[str, Interval]]:
     """
     Args:
         tasks: of the prompts that both have, by hash.
     """
-    held, figures = [_held_out(profile) for profile in (a, b)], dict[str, dict[str, Interval]]()
+    figures = dict[str, dict[str, Interval]]()
     by_task = {task: [prompt for prompt in tasks if tasks[prompt] == task] for task in tasks.values()}
     for task, prompts in ({ALL: list(tasks)} | (by_task if len(by_task) > 1 else {})).items():
-        rows = [np.array([of[prompt] for prompt in prompts or of if prompt in of]).reshape(-1, 4).T for of in held]
+        rows = [np.array([held[prompt] for prompt in prompts or held]).T for held in (a, b)]
         for name in FIGURES if task == ALL else [ACCEPTANCE]:
-            if rows[0].sum() > 0 and rows[1].sum() > 0:  # both have decoded something
-                label = name if task == ALL else f"{name}, {task}"
-                figures[label] = _compared(*FIGURES[name], *rows, is_paired=bool(tasks))
+            label = name if task == ALL else f"{name}, {task}"
+            figures[label] = _compared(*FIGURES[name], *rows, is_paired=bool(tasks))
     return figures
 
 
-def _held_out(profile: DecodingProfile) -> dict[str, list[float]]:
-    """The quantities of each prompt by its hash. Times of plain decoding that the profile does not have by prompt are
-    those of its mean speed.
-    """
+def _held_out(profile: DecodingProfile) -> HeldOut:
+    """Times of plain decoding that the profile does not have by prompt are those of its mean speed."""
     evidence = profile.evidence
     mean_ms = [1e3 / arm.tokens_per_second for arm in evidence.compared if arm.name == AR]
     return {
         run.prompt_sha256: [run.new_tokens - 1, run.rounds, run.decode_ms, ms * (run.new_tokens - 1)]
         for run, ms in zip(evidence.prompts, evidence.plain_token_ms or mean_ms * len(evidence.prompts), strict=False)
+        if run.new_tokens > 1
     }
 
 

@@ -6,6 +6,9 @@ import os
 import re
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +18,13 @@ import pytest
 import yaml
 
 from autotune.documents.decoding_profile import DecodingProfile
+from tests.check.engine_folder import autotune
 from tests.imports import ROOT
 from tests.sample_documents import DEVICE
 
 TEXT = (ROOT / "action.yml").read_text()
 ACTION: dict[str, Any] = yaml.safe_load(TEXT)
+PROGRAM = f'PYTHONPATH={ROOT} exec {sys.executable} -m autotune "$@"'
 SHELL = ("bash", "--noprofile", "--norc", "-eo", "pipefail", "-c")  # as GitHub starts it
 
 
@@ -36,15 +41,37 @@ class Job:
     """The arguments of ``python`` in the step that installs."""
 
 
-def run_action(folder: Path, **given: str) -> Job:
-    """Run the action in a folder, in which ``python`` writes its arguments down and ``autotune`` is this program."""
+@contextmanager
+def program_in_this_process(folder: Path) -> Iterator[str]:
+    """The line of a script that hands its arguments to ``autotune`` in a thread here, whose engines start at once."""
+    request, reply = folder / "request", folder / "reply"
+
+    def answer() -> None:
+        while words := request.read_text().split("\0")[:-1]:
+            done = autotune(*words)
+            reply.write_text(f"{done.exit_code}\n{done.output}")
+
+    for pipe in (request, reply):
+        os.mkfifo(pipe)
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        yield f'printf "%s\\0" "$@" > {request}; {{ read -r code; cat; }} < {reply}; exit $code'
+    finally:
+        request.write_text("")
+        thread.join()
+
+
+def run_action(folder: Path, program: str = PROGRAM, **given: str) -> Job:
+    """Run the action in a folder, in which ``python`` writes its arguments down.
+
+    Args:
+        program: the line of the script that is ``autotune``.
+    """
     inputs = {name: str(one.get("default", "")) for name, one in ACTION["inputs"].items()} | given
     known = {f"inputs.{name}": value for name, value in inputs.items()} | {"github.action_path": "/the action"}
     runner = folder / "runner"
-    scripts = {
-        "python": f'echo "$@" >> {runner}/python.txt',
-        "autotune": f'PYTHONPATH={ROOT} exec {sys.executable} -m autotune "$@"',
-    }
+    scripts = {"python": f'echo "$@" >> {runner}/python.txt', "autotune": program}
     runner.mkdir(exist_ok=True)
     for name, line in scripts.items():
         (runner / name).write_text(f"#!/bin/bash\n{line}\n")
@@ -111,30 +138,32 @@ def test_exit_codes_reports_and_the_summary(engine_folder: Path) -> None:
     profile = DecodingProfile.load("profile.json")
     profile.model_copy(update={"hardware": DEVICE}).save("other.json")
     engine = f"{engine_folder}/llama-server --seed 1"
-    for given, code, exit_code, text in (
+    cases: list[tuple[dict[str, str], int, int, str]] = [
         ({"profile": "other.json", "command": engine}, 0, 0, "| passed | counts | prompts.jsonl | 6 of 6 prompts"),
         ({"profile": "other.json", "command": f"{engine} --loses-one"}, 0, 0, "| warned | counts | prompts.jsonl |"),
         ({"command": f"{engine} --loses-one"}, 1, 1, "| failed | counts | prompts.jsonl | 5 of 6 prompts have"),
-        ({"command": engine, "budget": "1s"}, 0, 3, "| inconclusive | time against the profile | prompts.jsonl |"),
-        ({"command": engine, "budget": "1s", "strict": "true"}, 3, 3, "**: inconclusive: --budget 1s"),
-        ({"workload": "none.jsonl"}, 2, 2, "**autotune check of profile.json**: autotune: none.jsonl: no such file"),
-    ):
-        job = run_action(engine_folder, **{"profile": "profile.json", **given})
-        assert (job.code, int(job.outputs["exit-code"])) == (code, exit_code), job.log
-        assert text in job.summary, job.summary
-        assert ("::warning title=autotune check::inconclusive" in job.log) is (exit_code == 3 > code)
-        cases = ElementTree.parse(job.outputs["junit"]).findall(".//testcase")
-        assert next(case.get("name") for case in cases) == ("check" if code == 2 else "lossless")
+        ({"command": engine, "budget": "0.1s"}, 0, 3, "| inconclusive | time against the profile | prompts.jsonl |"),
+        ({"command": engine, "budget": "0.1s", "strict": "true"}, 3, 3, "profile.json**: inconclusive: --budget 0s"),
+        ({"workload": "none.jsonl"}, 2, 2, "profile.json**: autotune: none.jsonl: no such file"),
+    ]
+    with program_in_this_process(engine_folder) as program:
+        for given, code, exit_code, text in cases:
+            job = run_action(engine_folder, program, **{"profile": "profile.json", **given})
+            assert (job.code, int(job.outputs["exit-code"])) == (code, exit_code), job.log
+            assert text in job.summary, job.summary
+            assert ("::warning title=autotune check::inconclusive" in job.log) is (exit_code == 3 > code)
+            reported = ElementTree.parse(job.outputs["junit"]).findall(".//testcase")
+            assert reported[0].get("name") == ("check" if code == 2 else "lossless")
 
 
-@pytest.mark.nightly
-def test_twenty_jobs_with_the_engine_of_the_profile_pass(engine_folder: Path) -> None:
-    codes = []
-    for seed in range(1, 21):
-        job = run_action(engine_folder, profile="profile.json", command=f"{engine_folder}/llama-server --seed {seed}")
-        codes.append(job.code)
-        print(f"seed {seed}: {job.summary}")
-    slower = f"{engine_folder}/llama-server --slower 1.15"
-    job = run_action(engine_folder, profile="profile.json", command=slower)
-    print(f"slower: {job.summary}")
-    assert codes == [0] * 20 and job.code == 1 and "| failed | time against the profile |" in job.summary
+@pytest.mark.parametrize("seeds", [range(1, 2), pytest.param(range(2, 21), marks=pytest.mark.nightly)])
+def test_jobs_with_the_engine_of_the_profile_pass_and_those_with_another_build_do_not(
+    engine_folder: Path, seeds: range
+) -> None:
+    with program_in_this_process(engine_folder) as program:
+        for switches, codes in (("", {0}), ("--slower 1.15", {1}), ("--loses-one", {1})):
+            engines = [f"{engine_folder}/llama-server --seed {seed} {switches}" for seed in seeds]
+            jobs = [run_action(engine_folder, program, profile="profile.json", command=engine) for engine in engines]
+            for seed, job in zip(seeds, jobs, strict=True):
+                print(f"seed {seed} {switches}: exit code {job.code}\n{job.summary}")
+            assert {job.code for job in jobs} == codes

@@ -96,6 +96,17 @@ def test_profiles_of_other_prompts(b: DecodingProfile, num_shared: int, num_figu
     assert found.explanation[0].startswith("The speedup of B is 1.00" if num_figures else "A or B was not measured")
 
 
+def test_answers_of_one_token_have_no_figures() -> None:
+    """The third prompt of B, which is then no prompt that both have decoded."""
+    a, b = profile(), profile()
+    runs = [
+        run.model_copy(update={"new_tokens": 1, "rounds": 0} if n == 2 else {})
+        for n, run in enumerate(b.evidence.prompts)
+    ]
+    found = difference_of(a, b.model_copy(update={"evidence": b.evidence.model_copy(update={"prompts": runs})}), NAMES)
+    assert found.num_shared_prompts == 3 and found.figures[ACCEPTANCE]["A"][0] == pytest.approx(120 / 50)
+
+
 def test_without_times_of_plain_decoding_by_prompt_its_mean_speed_counts() -> None:
     """The arm of plain decoding makes 100 tokens a second in the hand-made profiles."""
     a, old = profile(), profile()
