@@ -9,7 +9,7 @@ from statistics import median
 
 from pydantic import Field
 
-from autotune.documents.loads import LoadResult, Schedule, loads_table
+from autotune.documents.loads import LoadResult, Schedule
 from autotune.documents.provenance import ModelReference
 from autotune.documents.speculation import Milliseconds, Speculation
 from autotune.files import Document
@@ -81,7 +81,7 @@ class EngineEvidence(Document):
     """
 
     def tables(self) -> list[Table]:
-        """Replayed settings, prices of forward passes, and requests at once."""
+        """Replayed settings, and prices of forward passes."""
         settings = [
             [
                 settings.label + (", default" if settings.is_default else ""),
@@ -109,7 +109,6 @@ class EngineEvidence(Document):
                 labels={name: f"left out, {reason}" for name, reason in self.left_out.items()},
             ),
             Table("Prices of forward passes", ["tokens", "after", "wall, ms", "CPU, ms"], prices, labels=factors),
-            loads_table(self.loads),
         ]
 
 

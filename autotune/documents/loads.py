@@ -28,7 +28,7 @@ class LoadRun(Document):
     """Tokens of every request, in the order in which they were sent, while all clients were busy."""
     seconds: list[float] = Field(default_factory=list)
     """The same for their time, prompts included."""
-    latencies: list[tuple[float, float, float]] = Field(default_factory=list)
+    latencies: list[list[float]] = Field(default_factory=list)
     """Of requests that began while all clients were busy: milliseconds to the first token, and from it to the last one,
     and the number of tokens after the first.
     """

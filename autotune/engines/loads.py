@@ -87,7 +87,7 @@ def busy_run(requests: Sequence[LoadedRequest], at_once: int, label: str, hit_ra
         at_once=at_once,
         tokens=(until_end - until_begin).tolist(),
         seconds=np.maximum(np.minimum(last, end) - np.maximum(begun, begin), 0).tolist(),
-        latencies=[(ms, decode_ms, number) for ms, decode_ms, number in latencies.tolist()],
+        latencies=latencies.tolist(),
         identical=int(identical.sum()),
         hit_rate=hit_rate,
     )

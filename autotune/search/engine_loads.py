@@ -82,15 +82,19 @@ def next_depth(
     for depth in (0, *first, max(tokens)):
         if any(depth not in of_load for of_load in ms.values()):
             return depth
-    hopes: dict[int, float] = {}
-    for of_load in ms.values():
-        known, best = sorted(of_load), min(of_load.values())
-        rounds = [of_load[depth] * tokens[depth] for depth in known]
-        for depth in tokens.keys() - of_load.keys():
-            if least_loss(of_load, tokens, depth) < 0:
-                hope = float(np.interp(depth, known, rounds)) / tokens[depth] / best
-                hopes[depth] = min(hope, hopes.get(depth, math.inf))
-    return min(sorted(hopes), key=hopes.__getitem__, default=None)
+    hopes = [
+        (interpolated(of_load, tokens, depth) / min(of_load.values()), depth)
+        for of_load in ms.values()
+        for depth in tokens.keys() - of_load.keys()
+        if least_loss(of_load, tokens, depth) < 0
+    ]
+    return min(hopes)[1] if hopes else None
+
+
+def interpolated(ms: Mapping[int, float], tokens: Mapping[int, float], depth: int) -> float:
+    """The time of a token at a depth, by linear interpolation between measured rounds."""
+    known = sorted(ms)
+    return float(np.interp(depth, known, [ms[at] * tokens[at] for at in known])) / tokens[depth]
 
 
 def least_loss(ms: Mapping[int, float], tokens: Mapping[int, float], depth: int) -> float:
@@ -157,16 +161,15 @@ class LoadServers:
         file = self.folder and self.folder / f"loads-{key}.jsonl"
         served = {run.at_once: run for run in map(LoadRun.model_validate, read_lines(file) if file else ())}
         missing = [load for load in runs if load not in served]
-        name = configuration.label if configuration else "off"
-        with self.console.stage(f"requests at once, {name}", len(missing)) as update:
-            for number, run in enumerate(self.backend.at_loads(configuration, self.recorded, missing), start=1):
-                update(number, len(missing))
-                if run.failure:
-                    self.console.say(f"left out   {run.at_once} requests at once: {run.failure}")
-                    continue
-                served[run.at_once] = run
-                if file:
-                    append_line(file, run.model_dump(mode="json"))
+        for run in self.backend.at_loads(configuration, self.recorded, missing):
+            if run.failure:
+                self.console.say(f"left out   {run.at_once} requests at once: {run.failure}")
+                continue
+            rate = 1e3 * run.at_once / ms_per_token(run)
+            self.console.say(f"load       {run.at_once} requests at once, {run.label}: {rate:,.0f} tokens/s")
+            served[run.at_once] = run
+            if file:
+                append_line(file, run.model_dump(mode="json"))
         return {load: {**of_load, depth: served[load]} for load, of_load in runs.items() if load in served}
 
     def by_depth(self, given: Speculation, loads: Sequence[int], until: float) -> Runs:
