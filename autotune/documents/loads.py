@@ -89,8 +89,10 @@ def loads_table(loads: Sequence[LoadResult]) -> Table:
             f"{served.identical}/{served.requests}",
         ]
         for result in loads
-        for served, ratio in ((result.chosen, result.ratio), (result.off, (1.0, 1.0, 1.0)))
-        if result.depth or served is result.off
+        for served, ratio in {
+            result.chosen.label: (result.chosen, result.ratio),
+            result.off.label: (result.off, (1.0, 1.0, 1.0)),
+        }.values()
     ]
     columns = ["requests: settings", "tokens/s", "of off", "TTFT, ms", "TPOT, ms", "prefix hits", "same output"]
     return Table("Requests at once, with 95 % intervals", columns, rows)

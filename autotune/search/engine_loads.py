@@ -34,10 +34,11 @@ def ms_per_token(run: LoadRun) -> float:
 
 
 def throughput_ratio(run: LoadRun, other: LoadRun) -> Figure:
-    """Throughput of a run over another's, with the same prompts in the same order."""
-    (tokens, seconds), (others, other_s) = (np.array([of.tokens, of.seconds]) for of in (run, other))
+    """Throughput of a run over another's, with the same prompts in the same order; one of them may have more."""
+    both = min(len(run.tokens), len(other.tokens))
+    (tokens, seconds), (others, other_s) = (np.array([of.tokens, of.seconds])[:, :both] for of in (run, other))
     interval = bootstrap_ratio(tokens, others, above_units=seconds, below_units=other_s)
-    return ms_per_token(other) / ms_per_token(run), *interval
+    return float(tokens.sum() / seconds.sum() * other_s.sum() / others.sum()), *interval
 
 
 def served_load(run: LoadRun) -> ServedLoad:
