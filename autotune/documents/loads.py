@@ -29,7 +29,7 @@ class LoadRun(Document):
     seconds: list[float] = Field(default_factory=list)
     """The same for their time, prompts included."""
     latencies: list[list[float]] = Field(default_factory=list)
-    """Of requests that began while all clients were busy: milliseconds to the first token, and from it to the last one,
+    """For each request that began while all clients were busy: milliseconds to the first token, and from it to the last one,
     and the number of tokens after the first.
     """
     identical: int = 0
@@ -48,7 +48,7 @@ class ServedLoad(Document):
     label: str
     requests: int = Field(ge=1)
     tokens_per_second: Figure
-    """Of all clients."""
+    """The throughput of all clients."""
     first_token_ms: Figure
     """Mean time to the first token (TTFT)."""
     token_ms: Figure

@@ -28,7 +28,7 @@ Runs = Mapping[int, Mapping[int, LoadRun]]
 # -------- figures
 
 
-def ms_per_token(run: LoadRun) -> float:
+def client_ms_per_token(run: LoadRun) -> float:
     """Time of a client for a token, prompts included."""
     return 1e3 * sum(run.seconds) / sum(run.tokens)
 
@@ -76,7 +76,7 @@ def next_depth(
     interpolation between measured rounds finds the fastest.
 
     Args:
-        ms: times of a token as ``ms_per_token`` by load and depth.
+        ms: times of a token as ``client_ms_per_token`` by load and depth.
         tokens: tokens per pass by depth, 1 for depth 0.
         first: depths that are measured in any case, as are the greatest one and no drafts.
     """
@@ -113,7 +113,7 @@ def least_loss(ms: Mapping[int, float], tokens: Mapping[int, float], depth: int)
 
 def chosen_depth(runs: Mapping[int, LoadRun]) -> int:
     """The least depth whose throughput may be that of the fastest one."""
-    fastest = min(runs, key=lambda depth: ms_per_token(runs[depth]))
+    fastest = min(runs, key=lambda depth: client_ms_per_token(runs[depth]))
     return min(d for d in runs if d == fastest or throughput_ratio(runs[d], runs[fastest])[2] >= 1.0)
 
 
@@ -166,7 +166,7 @@ class LoadServers:
             if run.failure:
                 self.console.say(f"left out   {run.at_once} requests at once: {run.failure}")
                 continue
-            rate = 1e3 * run.at_once / ms_per_token(run)
+            rate = 1e3 * run.at_once / client_ms_per_token(run)
             self.console.say(f"load       {run.at_once} requests at once, {run.label}: {rate:,.0f} tokens/s")
             served[run.at_once] = run
             if file:
@@ -214,7 +214,7 @@ class LoadServers:
 
 def times_of(runs: Runs) -> dict[int, dict[int, float]]:
     """Times of a token, as ``next_depth`` has them."""
-    return {load: {depth: ms_per_token(run) for depth, run in of_load.items()} for load, of_load in runs.items()}
+    return {load: {depth: client_ms_per_token(run) for depth, run in of_load.items()} for load, of_load in runs.items()}
 
 
 def tune_loads(
