@@ -29,8 +29,8 @@ class LoadRun(Document):
     seconds: list[float] = Field(default_factory=list)
     """The same for their time, prompts included."""
     latencies: list[list[float]] = Field(default_factory=list)
-    """For each request that began while all clients were busy: milliseconds to the first token, and from it to the last one,
-    and the number of tokens after the first.
+    """For each request that began while all clients were busy: milliseconds to the first token and from it to the last
+    one, and the number of tokens after the first.
     """
     identical: int = 0
     """Requests with plain decoding's answer, one request at a time."""
