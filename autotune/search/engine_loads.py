@@ -180,7 +180,8 @@ class LoadServers:
             given: settings of the type, whose own depth is measured in any case.
         """
         first = given.depth or DEEPEST
-        depths = {depth: given.at_depth(depth) for depth in range(DEEPEST + 1)} | {first: given}
+        deepest = max(other.depth or 0 for other in self.backend.configurations() if other.type == given.type)
+        depths = {depth: given.at_depth(depth) for depth in range(min(DEEPEST, deepest) + 1)} | {first: given}
         tokens = {depth: self._tokens_per_pass(configuration) for depth, configuration in depths.items()}
         runs: Runs = {load: {} for load in loads}
         while runs and (depth := next_depth(times_of(runs), tokens, [first])) is not None:
