@@ -6,28 +6,29 @@ from pathlib import Path
 from typing import Any
 
 from autotune.documents.decoding_profile import ComparedArm, DecodingProfile, Evidence, OperatingPoint
-from autotune.documents.deployment import (
-    BackendResult,
-    Deployment,
-    EngineEvidence,
-    PredictedSettings,
-    PricedStep,
-    ServedLoad,
-)
+from autotune.documents.deployment import BackendResult, Deployment, EngineEvidence, PredictedSettings, PricedStep
+from autotune.documents.loads import LoadResult, ServedLoad
 from autotune.documents.speculation import OPTIONS, Speculation
 from tests.sample_documents import TARGET, decoding_profile
 
 SPECULATION = Speculation(type="ngram-mod", options=OPTIONS["ngram-mod"])
-LOAD = ServedLoad(
+OFF = ServedLoad(
     label="off",
-    requests_at_once=4,
-    requests=8,
-    tokens=80,
-    seconds=2.0,
-    first_token_ms=(9, 12),
-    token_ms=(3, 4),
+    requests=16,
+    tokens_per_second=(40.0, 38.0, 42.4),
+    first_token_ms=(9.0, 8.0, 12.0),
+    token_ms=(3.04, 2.9, 3.2),
+    p95_ms=(14.0, 4.0),
+    hit_rate=None,
     identical=7,
 )
+CHOSEN = OFF.model_copy(
+    update={"label": "ngram-mod(4,0,3)", "tokens_per_second": (60.0, 55.0, 66.0), "hit_rate": 0.256}
+)
+LOADS = [
+    LoadResult(at_once=4, depth=3, depths=[0, 3, 8], chosen=CHOSEN, off=OFF, ratio=(1.5, 1.4, 1.6)),
+    LoadResult(at_once=16, depth=0, depths=[0, 3, 8], chosen=OFF, off=OFF, ratio=(1.0, 1.0, 1.0)),
+]
 
 
 def engine_profile(

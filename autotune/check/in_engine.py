@@ -98,7 +98,7 @@ class CheckedEngine(CheckedBackend):
         replayed approximately, and have none.
         """
         recorded = self.backend.record(checked.workload.prompts)  # in a server of its own
-        replayed = self.backend.replay(configuration, recorded).counts
+        replayed = self.backend.replay(configuration.for_requests(1), recorded).counts
         predicted = [_counted(answer, *counts) for answer, counts in zip(recorded.answers, replayed, strict=True)]
         counted = [_counted(run, run.rounds, run.verified_nodes, run.accepted_tokens) for run in checked.runs]
         has_others = [run.tokens_sha256 for run in counted] != [answer.tokens_sha256 for answer in predicted]

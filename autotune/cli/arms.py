@@ -15,6 +15,7 @@ from autotune.documents.deployment import RUNTIME
 from autotune.evaluation.bench import BenchArms
 from autotune.modeling.loading import Dtype
 from autotune.search.backends import arms_of, restored_backend
+from autotune.search.engine_loads import LoadServers, deployed_loads
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload
 
@@ -49,18 +50,15 @@ def compared_arms(
 
 
 def measured_loads(
-    profile: DecodingProfile, prompts: Workload, sizes: Sequence[int], command: str | None, console: Console
+    profile: DecodingProfile, prompts: Workload, loads: Sequence[int], command: str | None, console: Console
 ) -> list[dict[str, Any]]:
-    """Figures of the profile's engine, and of no speculation, that serve several requests at a time, for each number of
-    requests.
-    """
-    if not sizes:
+    """Figures of the profile's engine, and of no speculation, for each number of requests at once."""
+    if not loads or profile.point.deployment is None:
         return []
     backend = restored_backend(profile, command=command, console=console)
-    recorded, deployment = backend.record(prompts.prompts), profile.point.deployment
-    configurations = [None, *([deployment.speculation] if deployment and deployment.speculation else [])]
-    loads = [load for size in sizes for load in backend.loads(configurations, recorded, size)]
-    return [load.model_dump(mode="json") for load in loads]
+    servers = LoadServers(backend, backend.record(prompts.prompts), console)
+    results = deployed_loads(servers, loads, profile.point.deployment.speculation)
+    return [result.model_dump(mode="json") for result in results]
 
 
 def answers(

@@ -58,7 +58,7 @@ from autotune.workloads.formats import Format
 @options.settings_options(SearchSettings, "wait_until_idle_s")
 @options.table("a row for every run")
 @options.engine_command
-@options.requests_at_once
+@options.loads
 @options.as_json
 def command(
     profile: Path,
@@ -73,7 +73,7 @@ def command(
     wait_until_idle_s: float | None,
     table: Path | None,
     engine_command: str | None,
-    requests_at_once: tuple[int, ...],
+    loads: tuple[int, ...],
     as_json: bool,
     **choices: Any,
 ) -> None:
@@ -111,8 +111,8 @@ def command(
         result = run_bench(
             document, compared, console, device=found_device, seed=seed, wait_until_idle_s=wait_until_idle_s
         )
-    loads = measured_loads(document, compared.prompts, requests_at_once, engine_command, console)
-    result |= {"profile": str(profile), "loads": loads}
+    by_load = measured_loads(document, compared.prompts, loads, engine_command, console)
+    result |= {"profile": str(profile), "loads": by_load}
     if table is not None:
         write_table(table, runs_dataframe(result["runs"]))
     if as_json:

@@ -24,11 +24,10 @@ from autotune.errors import UserError, explained, masked, nearest
 CHATTY = ("bitsandbytes", "torchao", "torch.utils._pytree", "huggingface_hub", "transformers.integrations.hub_kernels")
 FAULT = 70  # the exit code of a fault of the program: EX_SOFTWARE of sysexits.h
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
-<<<<<<< HEAD
-VERBS = ("doctor", "search", "run", "serve", "bench", "check", "diff", "report", "export", "train", "measure", "record")
-=======
-VERBS = ("doctor", "search", "run", "serve", "bench", "check", "report", "export", "push", "train", "measure", "record")
->>>>>>> hub
+VERBS = (
+    *("doctor", "search", "run", "serve", "bench", "check", "diff"),
+    *("report", "export", "push", "train", "measure", "record"),
+)
 CONTINUED = ("measure", "record", "search", "train")
 """Verbs that keep the work of an interrupted run, with which the same command continues."""
 

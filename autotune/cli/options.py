@@ -27,12 +27,13 @@ from autotune.workloads.formats import FORMATS
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 ENGINES = "engines"
+MOST_LOAD = 4096  # clients of one program
 BACKENDS_OF = {
     **dict.fromkeys(("device", "dtype", "bench draft", "export draft_tokens", "export models"), RUNTIME),
     **dict.fromkeys(("report study", "report storage", "report workload"), RUNTIME),
     **dict.fromkeys(("serve max_waiting", "serve max_model_len", "serve drain_s"), RUNTIME),
     "serve chat_template_kwargs": RUNTIME,  # an engine takes them from each request
-    **dict.fromkeys(("engine_command", "requests_at_once"), ENGINES),
+    **dict.fromkeys(("engine_command", "loads"), ENGINES),
 }
 """Options that only the runtime has, or only engines, in every verb or in one. All others hold for both."""
 
@@ -82,6 +83,13 @@ def _sizes(text: str) -> tuple[int, ...]:
     return check_capture_sizes([int(size) for size in text.split(",") if size.strip()])
 
 
+def _loads(text: str) -> tuple[int, ...]:
+    loads = sorted({int(load) for load in text.split(",")})
+    if not 1 <= loads[0] <= loads[-1] <= MOST_LOAD:
+        raise ValueError(f"from 1 to {MOST_LOAD:,}")
+    return tuple(loads)
+
+
 def _variables(text: str) -> dict[str, Any]:
     content = parse_json(text)
     if not isinstance(content, dict):
@@ -101,6 +109,7 @@ def _table_file(text: str) -> Path:
 DURATION = Value("duration", "a duration", "write for example 90s, 10m or 1h", _seconds)
 PERCENT = Value("percent", "a percentage", "write for example 5% or 0.05", _fraction)
 CAPTURE_SIZES = Value("sizes", "a list of sizes", "write for example 4,8,16,32,64", _sizes)
+LOADS = Value("loads", "a list of requests at once", "write for example 1,4,16,64", _loads)
 JSON_OBJECT = Value("json", "an object of JSON", "write '{\"enable_thinking\": false}'", _variables)
 TABLE_FILE = Value("file", "a file of a table", "give a name that ends in .csv or .parquet", _table_file)
 
@@ -149,12 +158,12 @@ engine_command = click.option(
     default=None,
     help="For engine profiles: executable of the engine with further arguments, in one word.  [default: the profile's]",
 )
-requests_at_once = click.option(
-    "--requests-at-once",
-    hidden=True,
-    type=click.IntRange(min=1),
-    multiple=True,
-    help="For serving engines: also serve this many requests at a time; may be repeated.",
+loads = click.option(
+    "--load",
+    "loads",
+    type=LOADS,
+    default=(),
+    help="For serving engines: numbers of requests at once, such as 1,4,16,64, for each of which drafts are measured.",
 )
 verbose = click.option("--verbose", "is_verbose", is_flag=True, help="Print details: uncertainties, errors, overheads.")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")

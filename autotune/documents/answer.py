@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autotune.documents.decoding_profile import ALL, AR, HF, DecodingProfile, Evidence, Gain, OperatingPoint
-from autotune.documents.deployment import RUNTIME, BackendResult
+from autotune.documents.deployment import RUNTIME, BackendResult, EngineEvidence
 
 COLUMNS = 80
 """Most characters of a line, unless a name or a command is longer."""
@@ -40,6 +40,7 @@ def answer_of(profile: DecodingProfile, path: Path) -> list[str]:
         plain = "plain decoding" + (", by Hugging Face's generate" if gain.over == HF else "")
         sentences = [f"{_subject(profile)}: {plain}."]
         sentences += [f"The fastest speculation is {_times(gain)} as fast."] if gain.num_prompts else []
+    sentences += _by_load(profile.evidence.engine)
     sentences += _other_backends(profile.evidence.backends)
     basis, following = _basis(profile, shlex.quote(str(path)), is_plain=is_plain)
     lines = [textwrap.wrap(text, COLUMNS, break_on_hyphens=False, break_long_words=False) for text in sentences]
@@ -98,6 +99,16 @@ def _over_default(evidence: Evidence) -> list[str]:
         return [f"{_times(gain)} as fast as {gain.over}, the best default." for gain in gains]
     texts = ["it is the same" if gain.ci95 == (1.0, 1.0) else _times(gain) for gain in gains]
     return [f"Not better than the best default, {evidence.best_default}: {text}." for text in texts]
+
+
+def _by_load(engine: EngineEvidence | None) -> list[str]:
+    """The best depths by the number of requests at once."""
+    if engine is None or not engine.schedule:
+        return []
+    (_, _, least), *others = engine.schedule
+    changes = [f"{depth or 'off'} above {first - 1}" for first, _, depth in others]
+    changes = changes or [f"up to {engine.loads[-1].at_once}"]
+    return [f"Best by load: {f'depth {least}' if least else 'off'}, {', '.join(changes)} requests at once."]
 
 
 def _other_backends(backends: Sequence[BackendResult]) -> list[str]:

@@ -9,10 +9,11 @@ from statistics import median
 
 from pydantic import Field
 
+from autotune.documents.loads import LoadResult, Schedule
 from autotune.documents.provenance import ModelReference
 from autotune.documents.speculation import Milliseconds, Speculation
 from autotune.files import Document
-from autotune.table import Table, number, percent, times, with_interval
+from autotune.table import Table, number, percent, with_interval
 
 RUNTIME = "runtime"
 """Name of the backend that decodes in this program."""
@@ -58,25 +59,6 @@ class PredictedSettings(Document):
     """Bootstrap over prompts."""
 
 
-class ServedLoad(Document):
-    """A configuration that served several requests at a time in a new server; times are the client's, and prompts are
-    read in them.
-    """
-
-    label: str
-    requests_at_once: int = Field(ge=1)
-    requests: int = Field(ge=1)
-    tokens: int
-    seconds: float
-    """From the first request to the last reply."""
-    first_token_ms: tuple[float, float]
-    """Median and 95th percentile over requests."""
-    token_ms: tuple[float, float]
-    """The same for the time from a request's first token to its last, over the tokens after the first."""
-    identical: int
-    """Requests with plain decoding's answer, one request at a time."""
-
-
 class EngineEvidence(Document):
     """Replays, prices and loads behind an engine's settings."""
 
@@ -91,11 +73,15 @@ class EngineEvidence(Document):
     """Types that the build does not have, or whose counts are not the replay's, with the reason."""
     as_predicted: dict[str, tuple[int, int]] = Field(default_factory=dict)
     """For every finalist by label: tuning prompts whose counts in the engine are the replay's, and all."""
-    loads: list[ServedLoad] = Field(default_factory=list)
-    """Empty unless ``--requests-at-once`` asked for them."""
+    loads: list[LoadResult] = Field(default_factory=list)
+    """Empty unless ``--load`` asked for them."""
+    schedule: Schedule = Field(default_factory=list)
+    """The best depths for numbers of requests at once, between the loads and beyond them, whether or not the engine can
+    be given them; empty without loads.
+    """
 
     def tables(self) -> list[Table]:
-        """Replayed settings, prices of forward passes, and requests at once."""
+        """Replayed settings, and prices of forward passes."""
         settings = [
             [
                 settings.label + (", default" if settings.is_default else ""),
@@ -123,26 +109,7 @@ class EngineEvidence(Document):
                 labels={name: f"left out, {reason}" for name, reason in self.left_out.items()},
             ),
             Table("Prices of forward passes", ["tokens", "after", "wall, ms", "CPU, ms"], prices, labels=factors),
-            loads_table(self.loads),
         ]
-
-
-def loads_table(loads: Sequence[ServedLoad]) -> Table:
-    """Configurations that served several requests at a time, of which the first is without speculation."""
-    rates = [load.tokens / load.seconds for load in loads]
-    rows = [
-        [
-            load.label,
-            f"{load.requests_at_once}",
-            f"{rate:.1f}",
-            times(rate / rates[0]),
-            *("{:.0f}, {:.0f}".format(*ms) for ms in (load.first_token_ms, load.token_ms)),
-            f"{load.identical}/{load.requests}",
-        ]
-        for load, rate in zip(loads, rates, strict=True)
-    ]
-    columns = ["settings", "at once", "tokens/s", "of off", "first token, ms", "output token, ms", "plain's answer"]
-    return Table("Requests at once: median and 95th percentile of requests, prompts read in their time", columns, rows)
 
 
 class BackendResult(Document):

@@ -91,6 +91,11 @@ class Speculation(Document):
         least = {name: min(self.options[name], k) for name in others if name == "n-min"}  # of a draft that is used
         return self.model_copy(update={"options": self.options | least | {depth: k}, "schedule": []})
 
+    def for_requests(self, at_once: int) -> Speculation | None:
+        """The settings for a number of requests at once, by the schedule if there is one."""
+        depths = [depth for first, last, depth in self.schedule if first <= at_once <= last]
+        return self.at_depth(depths[0]) if depths else self
+
     @property
     def is_default(self) -> bool:
         """Whether the options are those of the type in ``OPTIONS``; for another type, whether it has none."""

@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
 from autotune.console import Console
 from autotune.documents.decoded import Decoded
-from autotune.documents.deployment import Deployment, PricedStep, ServedLoad
+from autotune.documents.deployment import Deployment, PricedStep
+from autotune.documents.loads import LoadRun
 from autotune.documents.provenance import ModelReference
 from autotune.documents.speculation import Speculation
 from autotune.errors import ArmFailed, UserError
@@ -105,6 +106,8 @@ class Backend(ABC):
     """Precision of the weights, such as ``bfloat16`` or ``Q4_1``."""
     is_fixed: bool = False
     """Whether this is a running server, whose settings stay: it has no arms, and the result is a prediction."""
+    most_requests: int = 0
+    """The greatest number of requests at once, of an engine that takes a depth for each (``Speculation.schedule``)."""
 
     @abstractmethod
     def __init__(self, target: str, *, console: Console | None = None, seed: int = 0) -> None:
@@ -156,12 +159,11 @@ class Backend(ABC):
     def deploy(self, configuration: Speculation | None) -> Deployment:
         """The deployment that serves requests with the configuration."""
 
-    def loads(
-        self, configurations: Sequence[Speculation | None], recorded: Any, requests_at_once: int
-    ) -> list[ServedLoad]:
-        """Serve the recorded prompts with each configuration, several at a time, in a new server each.
+    def at_loads(self, configuration: Speculation | None, recorded: Any, loads: Sequence[int]) -> Iterator[LoadRun]:
+        """Serve the recorded prompts in a closed loop of each number of clients, in new servers. A run that fails has
+        the reason.
 
         Raises:
             UserError: this backend serves one request at a time.
         """
-        raise UserError(f"--requests-at-once: {self.name} serves one request at a time; leave it out")
+        raise UserError(f"--load: {self.name} serves one request at a time; leave it out")

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from autotune.console import Console
-from autotune.documents.deployment import Deployment, ServedLoad, loads_table
+from autotune.documents.deployment import Deployment
+from autotune.documents.loads import LoadRun
 from autotune.documents.provenance import ModelReference
 from autotune.documents.speculation import DEEPEST, OPTIONS, ModelType, Options, Speculation
 from autotune.engines.backend import Backend, EngineArm
 from autotune.engines.chains import pairs_of, replay_chain, require_replayed, with_all_depths
 from autotune.engines.engine_server import EngineServer
-from autotune.engines.loads import measure_load
+from autotune.engines.loads import serve_load
 from autotune.engines.prices import PRICED_TOKENS, EnginePrices, Pairs, measure_verifications, served_prices, with_draft
 from autotune.engines.process import running
 from autotune.engines.replay import KEEPS_STATE, EngineRecorded, EngineSteps, replay_speculation, replayed_pairs
@@ -77,6 +78,8 @@ class EngineBackend(Backend):
     """Whether a pass without speculation takes the same time in a server that speculates."""
     pause_s: ClassVar[float] = 0.0
     """Time after an answer for which a server keeps a core busy without work."""
+    has_server_per_load: ClassVar[bool] = False
+    """Whether a server is started for a number of requests, because that sets its memory."""
 
     def __init__(
         self,
@@ -109,7 +112,7 @@ class EngineBackend(Backend):
 
     @classmethod
     def restored(cls, deployment: Deployment, *, command: str | None = None, **options: Any) -> Self:
-        """With the executable that the profile names or, if it is not here, the one of the engine; or ``command``. No head
+        """With ``command``, the executable that the profile names or, if it is not here, the one of the engine. No head
         is recorded.
         """
         executable = deployment.command[0]
@@ -386,18 +389,25 @@ class EngineBackend(Backend):
             build=self.build,
         )
 
-    def loads(
-        self, configurations: Sequence[Speculation | None], recorded: EngineRecorded, requests_at_once: int
-    ) -> list[ServedLoad]:
-        answers, loads = recorded.answers, list[ServedLoad]()
+    def at_loads(
+        self, configuration: Speculation | None, recorded: EngineRecorded, loads: Sequence[int]
+    ) -> Iterator[LoadRun]:
+        """One server for all loads, unless it drafts from earlier answers or has a place for each request."""
+        answers, label = recorded.answers, configuration.label if configuration else OFF
         longest = (
             max(len(answer.prompt_tokens) + answer.limit for answer in answers) + PRICED_TOKENS[-1]
         )  # with a draft
-        with self.console.stage("requests at once", len(configurations)) as update:
-            for number, configuration in enumerate(configurations, start=1):
-                with self.started(configuration, requests_at_once, longest) as server:
-                    label = configuration.label if configuration else OFF
-                    loads.append(measure_load(server, answers, recorded.prompts, requests_at_once, label))
-                update(number, len(configurations))
-        self.console.show(loads_table(loads))
-        return loads
+        keeps_state = configuration is not None and configuration.type in KEEPS_STATE
+        is_alone = keeps_state or self.has_server_per_load
+        with ExitStack() as servers:
+            server = None
+            for load in sorted(loads):
+                try:
+                    if server is None or is_alone:
+                        servers.close()
+                        server = servers.enter_context(self.started(configuration, load, longest))
+                    yield serve_load(
+                        server, answers, recorded.prompts, load, label, repeats=not keeps_state, seed=self.seed
+                    )
+                except UserError as error:
+                    yield LoadRun(label=label, at_once=load, failure=str(error))

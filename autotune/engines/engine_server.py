@@ -35,7 +35,8 @@ OBJECT = TypeAdapter[dict[str, Any]](dict[str, Any])
 T = TypeVar("T")
 ADVICE = "give the address of a serving engine, such as http://localhost:8000"
 
-SAMPLE = re.compile(r"^((?:vllm|llamacpp):(?:spec_decode|generation)\w+_total)(?:\{.*\})? (\S+)", re.MULTILINE)
+COUNTED = r"(?:spec_decode|generation|prefix_cache)\w+_total|num_requests_waiting"
+SAMPLE = re.compile(rf"^((?:vllm|llamacpp):(?:{COUNTED}))(?:\{{.*\}})? (\S+)", re.MULTILINE)
 
 
 def text_chat(prompt: WorkloadPrompt) -> dict[str, Any]:
@@ -108,7 +109,7 @@ class EngineServer(ABC):
         return b"".join(self.lines(path, body, advice))
 
     def metrics(self, advice: str = ADVICE) -> Counter[str]:
-        """The counters of speculation and of answers' tokens by name, summed over the engine's replicas."""
+        """The counters of speculation, of tokens and of waiting requests by name, summed over the engine's replicas."""
         text, counters = self.read("/metrics", advice=advice).decode(errors="replace"), Counter[str]()
         with self.reply_of("/metrics"):
             for name, value in SAMPLE.findall(text):
@@ -181,10 +182,21 @@ class EngineServer(ABC):
         """A request whose second token, and those after it, come of a verification, in a server that drafts chains."""
 
     @abstractmethod
-    def stream(self, answer: Served, prompt: WorkloadPrompt | None = None) -> tuple[list[int], list[float]]:
+    def stream(
+        self, answer: Served, prompt: WorkloadPrompt | None = None, cache: str = ""
+    ) -> tuple[list[int], list[float]]:
         """Decode the prompt of an answer as one of several requests: tokens, and seconds from the request to each part
         of the reply.
+
+        Args:
+            cache: name of the pass over the prompts, ``LOAD.NUMBER``: the prefix cache has nothing of an earlier one.
         """
+
+    def under_load(self) -> tuple[int, int, int]:
+        """Requests that wait now, and of all prompts that were streamed, tokens that were in the prefix cache, and all
+        tokens; 0 for what the engine does not say.
+        """
+        return 0, 0, 0
 
     @abstractmethod
     def text(self, tokens: Sequence[int]) -> str:

@@ -58,6 +58,7 @@ class LlamaServer(EngineServer):
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
+        self.prompts_read = list[tuple[int, int]]()
         self.context = self.value("/props", NATURAL, "default_generation_settings", "n_ctx")
         self.build = self.value("/props", TEXT, "build_info")
         self.alias = self.value("/props", TEXT, "model_alias")
@@ -135,12 +136,23 @@ class LlamaServer(EngineServer):
             return [part for part, _ in parts]
         return [self.read_json("/completion", request | options, "look into its log")]
 
-    def stream(self, answer: Served, prompt: WorkloadPrompt | None = None) -> tuple[list[int], list[float]]:
+    def stream(
+        self, answer: Served, prompt: WorkloadPrompt | None = None, cache: str = ""
+    ) -> tuple[list[int], list[float]]:
+        """Repeated prompts are read from nothing, and do not count in ``under_load``."""
+        is_new = cache.endswith(".0")
         request = {"prompt": answer.prompt_tokens, "n_predict": answer.limit, "temperature": 0.0, "return_tokens": True}
-        parts = list(self.streamed("/completion", request | {"cache_prompt": False}))
+        parts = list(self.streamed("/completion", request | {"cache_prompt": is_new}))
         with self.reply_of("/completion"):
             tokens = TOKENS.validate_python([token for part, _ in parts for token in part["tokens"]], strict=True)
+            timings = parts[-1][0]["timings"]
+            cached, read = TOKENS.validate_python([timings.get("cache_n", 0), timings.get("prompt_n", 0)], strict=True)
+        if is_new:
+            self.prompts_read.append((cached, cached + read))
         return tokens, [spent for _, spent in parts]
+
+    def under_load(self) -> tuple[int, int, int]:
+        return 0, sum(cached for cached, _ in self.prompts_read), sum(read for _, read in self.prompts_read)
 
     def text(self, tokens: Sequence[int]) -> str:
         return self.value("/detokenize", TEXT, "content", body={"tokens": list(tokens)})
@@ -153,6 +165,7 @@ class LlamaBackend(EngineBackend):
     program = "llama-server"
     install = "install llama.cpp (https://github.com/ggml-org/llama.cpp)"
     models = "a GGUF file, or a folder with one"
+    has_server_per_load = True
     server = LlamaServer
     own_arguments = ("-m", "--model", "-a", "--alias", "-np", "--parallel", "--host", "--port")
     tested = (PRICED_BY, Speculation(type="ngram-simple", options={"size-n": 12, "size-m": 16}))

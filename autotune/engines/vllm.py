@@ -39,6 +39,7 @@ BLOCK = 16  # tokens: blocks of the prefix cache have a multiple of it
 SETTLING_S = 10.0  # longest time after an answer until the engine has counted it
 CONVERTED = WORKSPACE / "engines" / "models"
 """Checkpoints that were written in a form that vLLM loads."""
+MOST_REQUESTS = 1024  # at once: the greatest default of ``--max-num-seqs``; a schedule may reach beyond the server's
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 """A prompt of text is sent as its tokens, and one with images as a chat, because tokens hold no pixels."""
 GENERATED = "vllm:generation_tokens_total"
@@ -76,6 +77,10 @@ def chat_request(prompt: WorkloadPrompt) -> dict[str, Any]:
         "mm_processor_kwargs": prompt.settings.model_dump(include={"min_pixels", "max_pixels"}, exclude_none=True),
     }
     return {"messages": messages, **{name: value for name, value in options.items() if value}}
+
+
+UNDER_LOAD = ("vllm:num_requests_waiting", *(f"vllm:prefix_cache_{name}_total" for name in ("hits", "queries")))
+"""See ``EngineServer.under_load``."""
 
 
 class VllmServer(EngineServer):
@@ -215,9 +220,9 @@ class VllmServer(EngineServer):
         if prompt is not None and prompt.images:
             path, request = CHAT, chat_request(prompt)
         body = {"model": self.alias, "max_tokens": limit, "temperature": 0.0, "return_token_ids": True}
-        body |= request | options | {"stream_options": {"include_usage": True}}
         if len(tokens) % BLOCK == 1:  # with all blocks in the cache, vLLM would pad the first pass with drafts
             body["cache_salt"] = os.urandom(8).hex()
+        body |= request | options | {"stream_options": {"include_usage": True}}
         answer, seconds, is_ended, counts = list[int](), list[float](), False, None
         for event, second in self.streamed(path, body):
             with self.reply_of(path):
@@ -232,8 +237,16 @@ class VllmServer(EngineServer):
                 is_ended = part["finish_reason"] == "stop"
         return answer, seconds, is_ended, counts
 
-    def stream(self, answer: Served, prompt: WorkloadPrompt | None = None) -> tuple[list[int], list[float]]:
-        return self._decode(answer.prompt_tokens, answer.limit, prompt)[:2]
+    def stream(
+        self, answer: Served, prompt: WorkloadPrompt | None = None, cache: str = ""
+    ) -> tuple[list[int], list[float]]:
+        salt = {"cache_salt": cache} if cache else {}
+        return self._decode(answer.prompt_tokens, answer.limit, prompt, **salt)[:2]
+
+    def under_load(self) -> tuple[int, int, int]:
+        counters = self.metrics()
+        waiting, cached, read = (counters[name] for name in UNDER_LOAD)
+        return waiting, cached, read
 
     def text(self, tokens: Sequence[int]) -> str:
         return self.value("/detokenize", TEXT, "prompt", body={"model": self.alias, "tokens": list(tokens)})
@@ -293,12 +306,16 @@ class VllmBackend(EngineBackend):
                 heads.append((*served_draft(name, target, CONVERTED), DEEPEST))
         return heads
 
+    def given(self, option: str) -> list[Any]:
+        """The values of an option among the user's arguments."""
+        given = [after for word, after in itertools.pairwise([*self.arguments, ""]) if word == option]
+        return given + [word.removeprefix(f"{option}=") for word in self.arguments if word.startswith(f"{option}=")]
+
     def read_model(self) -> str:
-        """``--dtype``, or the checkpoint's own."""
-        given = [after for word, after in itertools.pairwise([*self.arguments, ""]) if word == "--dtype"]
-        given += [word.removeprefix("--dtype=") for word in self.arguments if word.startswith("--dtype=")]
+        """``--dtype``, or the checkpoint's own. Reads ``--max-num-seqs``, too."""
         files = find_model_files(self.target)
-        return [*given, files.dtype if files else "auto"][0]
+        self.most_requests = int([*self.given("--max-num-seqs"), MOST_REQUESTS][0])
+        return [*self.given("--dtype"), files.dtype if files else "auto"][0]
 
     def words(self, speculation: Speculation | None) -> list[str]:
         """With the checkpoint's precision, as vLLM would serve float32 in another one."""

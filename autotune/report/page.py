@@ -14,6 +14,7 @@ from autotune.cost.latency_table import latency_table
 from autotune.cost.roofline import find_limits
 from autotune.cost.table import CostTable
 from autotune.documents.answer import answer_of
+from autotune.documents.loads import LoadResult, loads_table
 from autotune.documents.provenance import stamp
 from autotune.files import write_bytes
 from autotune.report.examples import DecodedExample, TokenTexts, decoded_example, find_prompts, visible
@@ -65,6 +66,12 @@ ENGINE = (
     "Speedups over no speculation by replay of the recorded answers and the prices, pooled over the tuning prompts, with "
     "bootstrap intervals over prompts. Prices are medians of a pass over so many tokens, in one server."
 )
+
+LOADS = (
+    "Clients that each send their next request when the last one ended. TTFT is the mean time to the first token, and "
+    "TPOT that of each token after it. Intervals are bootstraps over requests."
+)
+NO_LOADS = "One request at a time: the search was not given --load."
 
 
 def write_report(
@@ -141,6 +148,8 @@ class Section:
     """Said in place of the text where there is nothing to show."""
     tables: Sequence[Table]
     example: DecodedExample | None = None
+    loads: Sequence[LoadResult] = ()
+    """Are plotted."""
 
 
 def sections_of(sources: Sources, example: DecodedExample | None) -> list[Section]:
@@ -154,8 +163,9 @@ def sections_of(sources: Sources, example: DecodedExample | None) -> list[Sectio
         profile.tables() if profile else [],
     )
     if profile is not None and profile.evidence.engine is not None:
-        tables = profile.evidence.engine.tables()
-        return [evaluation, Section("settings", "Replayed settings, prices and requests at once", ENGINE, "", tables)]
+        engine = profile.evidence.engine
+        loads = Section("loads", "Requests at once", LOADS, NO_LOADS, [loads_table(engine.loads)], loads=engine.loads)
+        return [evaluation, loads, Section("settings", "Replayed settings and prices", ENGINE, "", engine.tables())]
     return [
         evaluation,
         Section(

@@ -25,7 +25,7 @@ from autotune.study.search_settings import SearchSettings, is_of_backend
 
 OF_ENGINES = {
     *("backends", "changes", "target", "workload", "workload_format", "max_new_tokens", "temperature"),
-    *("chat_template_kwargs", "budget_s", "study", "seed", "output", "requests_at_once", "any_weights"),
+    *("chat_template_kwargs", "budget_s", "study", "seed", "output", "loads", "any_weights"),
     *("has_default_drafts", "num_tune_prompts", "num_evaluate_prompts", "folder"),
 }
 """Settings of a search without the runtime."""
@@ -99,8 +99,8 @@ def _refuse_options(settings: SearchSettings, names: Sequence[str], num_backends
             "--any-weights chooses among backends; name several with --backend",
         ),
         (
-            settings.requests_at_once and is_elsewhere,
-            "--requests-at-once: the runtime serves one request at a time, and a server that runs is not measured; "
+            settings.loads and is_elsewhere,
+            "--load: the runtime serves one request at a time, and a server that runs is not measured; "
             "let --backend llama.cpp or vllm start its servers",
         ),
         (

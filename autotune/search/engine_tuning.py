@@ -27,6 +27,7 @@ from autotune.machine.container import num_cores
 from autotune.machine.device import cpu_fingerprint
 from autotune.search import thresholds
 from autotune.search.backends import named_arm
+from autotune.search.engine_loads import LoadServers, tune_loads
 from autotune.search.evidence import Evaluation, print_evaluation
 from autotune.study.search_settings import SearchSettings
 from autotune.study.storage import RUNS
@@ -79,7 +80,8 @@ def tune_engine(
     Raises:
         UserError: the engine cannot be used; what was recorded is kept.
     """
-    begun = time.monotonic()
+    begun, all_s = time.monotonic(), budget_s
+    budget_s *= 1 - thresholds.LOADS_SHARE * bool(settings.loads)
     ends = {stage: begun + share * budget_s for stage, share in thresholds.ENGINE_ENDS.items()}
     tune, held_out = engine_prompts(settings, "tune"), engine_prompts(settings, "evaluate")
     recorded = backend.record(tune.prompts, ends["answers"])
@@ -87,6 +89,7 @@ def tune_engine(
     prices = backend.price(recorded, ends["prices"])
     ranked = rank(backend, recorded, prices, console)
     chosen = ranked[0] if ranked[0].predicted.speedup > 1.0 else None
+    deployed = None if chosen is None else chosen.configuration
     engine = EngineEvidence(
         num_replayed=Counter(candidate.predicted.type for candidate in ranked),
         predicted=[candidate.predicted for candidate in ranked],
@@ -103,12 +106,15 @@ def tune_engine(
         console.show(engine_finalists_table(finalists, raced, as_predicted))
         arms = {name: finalists[name] for name in dict.fromkeys([next(iter(finalists)), raced.remaining[0]])}
         evaluation, chosen = evaluate(races, arms, held_out, begun + budget_s)
-        configurations = [None, *(arms[name].configuration for name in reversed(arms))]
-        loads = [load for size in settings.requests_at_once for load in backend.loads(configurations, recorded, size)]
-        engine = engine.model_copy(update={"loads": loads, "as_predicted": as_predicted})
+        deployed = None if chosen is None else chosen.configuration
+        engine = engine.model_copy(update={"as_predicted": as_predicted})
+        if settings.loads:
+            servers, given = LoadServers(backend, recorded, console, folder), deployed or ranked[0].configuration
+            loads, schedule, deployed = tune_loads(servers, settings.loads, given, deployed, begun + all_s)
+            engine = engine.model_copy(update={"loads": loads, "schedule": schedule})
         decoded = AR if chosen is None else chosen.name
         evidence, measured = Evidence(engine=engine, **evaluation.evidence(decoded)), evaluation.measured(decoded)
-    deployment = backend.deploy(None if chosen is None else chosen.configuration)
+    deployment = backend.deploy(deployed)
     return DecodingProfile(
         provenance=stamp(),
         target=backend.model,

@@ -139,8 +139,8 @@ class SearchSettings(Document):
     )
     num_tune_prompts: int = setting(48, "Number of prompts that choose the configuration.", option=None, ge=1)
     num_evaluate_prompts: int = setting(64, "Number of held-out prompts for the evaluation.", option=None, ge=1)
-    requests_at_once: tuple[int, ...] = ()
-    """Numbers of requests at a time that engines also serve."""
+    loads: tuple[int, ...] = ()
+    """Numbers of requests at once for which engines' depths are tuned."""
     any_weights: bool = setting(
         False,
         "Deploy the fastest backend even if its weights are not the target's at its precision, such as a quantized file.",
@@ -174,12 +174,12 @@ class SearchSettings(Document):
     @property
     def names_backends(self) -> bool:
         """Whether an option is given that is for backends."""
-        options = self.backends or self.requests_at_once or self.any_weights
+        options = self.backends or self.loads or self.any_weights
         return bool(options) or any(map(is_of_backend, self.changes))
 
     def of_runtime(self, model: str, budget_s: float, output: Path) -> SearchSettings:
         """The settings of the runtime's part in a search of several backends."""
-        values = self.model_dump(exclude={"backends", "requests_at_once", "any_weights", "has_default_drafts"})
+        values = self.model_dump(exclude={"backends", "loads", "any_weights", "has_default_drafts"})
         changes = tuple(change for change in self.changes if not is_of_backend(change))
         drafts = () if self.has_default_drafts else self.drafts
         of_runtime = {"target": model, "drafts": drafts, "changes": changes, "budget_s": budget_s, "output": output}

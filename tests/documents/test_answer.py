@@ -28,6 +28,7 @@ from autotune.search import pipeline
 from autotune.search.thresholds import KEPT_PROMPTS
 from autotune.study.search_settings import SearchSettings
 from tests.check.sample_documents import prompt_evidence
+from tests.engine_profiles import LOADS
 from tests.sample_documents import TARGET, decoding_profile, write_workload
 from tests.tiny_models import Pair
 
@@ -105,6 +106,12 @@ def engine_profile(
     workload = profile.workload.model_copy(update={"num_evaluate_prompts": num_prompts})
     changes = {"point": point, "evidence": Evidence(**evidence), "workload": workload}
     return profile.model_copy(update=changes)
+
+
+def loaded(profile: DecodingProfile, *schedule: tuple[int, int, int]) -> DecodingProfile:
+    assert profile.evidence.engine is not None
+    engine = profile.evidence.engine.model_copy(update={"loads": LOADS, "schedule": list(schedule)})
+    return profile.model_copy(update={"evidence": profile.evidence.model_copy(update={"engine": engine})})
 
 
 def raced(profile: DecodingProfile, *results: BackendResult) -> DecodingProfile:
@@ -221,6 +228,26 @@ CASES: dict[str, tuple[DecodingProfile, list[str]]] = {
         [
             "Chosen for vllm: draft_model(3) drafted by Qwen/Qwen3-0.6B, by its defaults.",
             FASTER,
+            MEASURED_60,
+            NEXT.format(BENCH),
+        ],
+    ),
+    "an engine whose depth follows from the load": (
+        loaded(engine_profile(SUFFIX, 1.48, (1.27, 1.80), 60), (1, 3, 8), (4, 12, 2), (13, 1024, 0)),
+        [
+            "Chosen for vllm: suffix(24,1,0.1,8).",
+            FASTER,
+            "Best by load: depth 8, 2 above 3, off above 12 requests at once.",
+            MEASURED_60,
+            NEXT.format(BENCH),
+        ],
+    ),
+    "an engine with one depth for all loads": (
+        loaded(engine_profile(None, 0.98, (0.96, 1.08), 60), (1, 1024, 0)),
+        [
+            "Chosen for vllm: plain decoding.",
+            "The fastest speculation is 0.98x (0.96 to 1.08) as fast.",
+            "Best by load: off, up to 16 requests at once.",
             MEASURED_60,
             NEXT.format(BENCH),
         ],

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -43,7 +44,7 @@ PROMPTS = (
     "Write an HTML table with three rows and three columns.",
     "Copy this list twice: apple, pear, plum, cherry, quince, apple, pear, plum, fig, grape. Then sort it.",
 )
-SWITCHES = ("--dies", "--killed", "--unsteady", "--lies")
+SWITCHES = ("--dies", "--killed", "--unsteady", "--lies", "--full")
 
 
 class DraftModel(Drafter):
@@ -75,6 +76,7 @@ class RecordedServer:
             self.drafter = DraftModel(speculation) if speculation.model else new_drafter(speculation)
         self.counts = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
         self.asked = 0
+        self.read, self.cached = Counter[str](), Counter[str]()
 
     def speculation(self, given: dict[str, str]) -> Speculation | None:
         """The settings of the command line, by option."""
@@ -96,6 +98,8 @@ class RecordedServer:
         """
         if not body.get("stream"):
             return None
+        cached = self.prefix_cached("", body["prompt"]) if body["cache_prompt"] else 0
+        reply["timings"] |= {"cache_n": cached, "prompt_n": len(body["prompt"]) - cached}
         parts = [{"tokens": [token], "stop": False} for token in reply["tokens"]]
         if body.get("timings_per_token"):
             rounds = [(0, 0), *(self.replayed.drafts if len(parts) > 1 else ()), *[(0, 0)] * len(parts)]
@@ -131,6 +135,14 @@ class RecordedServer:
             return _reply(tokens, 0, 0, False)
         answer = self.answered(Served.of(body["prompt"], tokens, limit, is_ended=is_ended))
         return _reply(answer.tokens, answer.verified_nodes, answer.accepted_tokens, is_ended)
+
+    def prefix_cached(self, salt: str, prompt: list[int]) -> int:
+        """A prompt with whose first 8 tokens an earlier one with the same salt began has these in the cache."""
+        key = f"{salt} {prompt[:8]}"
+        cached = 8 * (self.read[key] > 0)
+        self.read[key] += len(prompt)
+        self.cached[key] += cached
+        return cached
 
     def answered(self, answer: Served) -> Served:
         """The answer as the switches want it, counted; or the server's end."""

@@ -38,7 +38,10 @@ class RecordedVllm(RecordedServer):
     def get(self, path: str) -> Any:
         names = zip(("drafts", "draft_tokens", "accepted_tokens"), self.counts.values(), strict=True)
         by_name = {"generation_tokens": self.generated} | {f"spec_decode_num_{name}": count for name, count in names}
+        by_name |= {"prefix_cache_hits": self.cached.total(), "prefix_cache_queries": self.read.total()}
         lines = [f'vllm:{name}_total{{engine="0"}} {value}.0' for name, value in by_name.items()]
+        lines.append(f'vllm:num_requests_waiting{{engine="0"}} {3.0 * ("--full" in self.switches)}')
+        lines.append('vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 99.0')
         shown = {"/metrics": "\n".join(lines), "/health": "", "/version": {"version": "0.32.0"}}
         return shown.get(path) or {"data": [{"id": self.alias, "max_model_len": CONTEXT}]}
 
@@ -55,6 +58,8 @@ class RecordedVllm(RecordedServer):
             return self.passes(Served.of(body["prompt"], body["allowed_token_ids"] * limit, limit))
         known = self.known(body)
         prompt = body.get("prompt", known["prompt_tokens"])
+        if body.get("stream") and limit > 1:
+            self.prefix_cached(body.get("cache_salt", ""), prompt)
         every = [*known["tokens"], *known["beyond"]]
         done = len(prompt) - len(known["prompt_tokens"])
         if body.get("ignore_eos") or done:

@@ -5,8 +5,10 @@ input.
 from __future__ import annotations
 
 import json
+import re
 import struct
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,14 @@ from autotune.engines.contract import counts_of
 from autotune.engines.engine import SELF_TEST, EngineBackend
 from autotune.engines.llama_cpp import LlamaBackend
 from autotune.engines.process import running
+from autotune.engines.replay import KEEPS_STATE
 from autotune.engines.vllm import VllmBackend, vllm_arguments
 from autotune.errors import ArmFailed, UserError
 from autotune.modeling.gguf import find_gguf
 from autotune.search.backends import found_engines
 from autotune.workloads.pixels import Video
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
+from tests.engines import recorded_llama
 from tests.engines.conftest import llama, vllm
 from tests.engines.recorded_llama import LIMIT, PROMPTS, DraftModel
 
@@ -222,13 +226,56 @@ def test_counts_that_contradict_the_tokens_are_refused(folder: Path, prompts: li
 
 
 @ENGINES
-def test_requests_at_once_are_served_by_new_servers(folder: Path, prompts: list[WorkloadPrompt], start: Start) -> None:
+def test_clients_share_a_server_in_a_closed_loop(
+    folder: Path, prompts: list[WorkloadPrompt], start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With real threads: repeated prompts find nothing of their own in the prefix cache."""
+    monkeypatch.setattr(recorded_llama, "PART_S", 0.003)
     backend = start(folder)
-    recorded, tuned = backend.record(prompts), backend.configurations()[0]
-    for load in backend.loads([None, tuned], recorded, 4):
-        assert load.identical == load.requests == len(prompts) and load.label in ("off", tuned.label)
-        assert load.tokens == sum(answer.new_tokens for answer in recorded.answers)
-        assert 0 < load.first_token_ms[0] <= load.first_token_ms[1] < 1e3 * load.seconds
+    recorded = backend.record(prompts)
+    shared = Counter(str(answer.prompt_tokens[:8]) for answer in recorded.answers)
+    hits = 8 * (len(prompts) - len(shared)) / sum(len(answer.prompt_tokens) for answer in recorded.answers)
+    assert hits > 0
+    stateless = next(one for one in backend.configurations() if one.type not in KEEPS_STATE)
+    for configuration in (None, stateless):
+        one, four = backend.at_loads(configuration, recorded, (1, 4))
+        for run, sent in ((one, len(prompts)), (four, 2 * len(prompts))):
+            assert run.identical == len(run.tokens) == len(run.seconds) == sent and not run.failure
+            assert run.label == (configuration.label if configuration else "off") and run.hit_rate == pytest.approx(
+                hits
+            )
+            assert 0 < len(run.latencies) <= sent - run.at_once and min(map(min, run.latencies)) >= 0
+            assert run.at_once * sum(run.tokens) / sum(run.seconds) > 100 * run.at_once
+        assert sum(one.tokens) < sum(four.tokens)
+
+
+@ENGINES
+def test_a_server_that_drafts_from_answers_sees_no_prompt_twice(
+    folder: Path, prompts: list[WorkloadPrompt], start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorded_llama, "PART_S", 0.003)
+    backend = start(folder)
+    keeps_state = next(one for one in backend.configurations() if one.type in KEEPS_STATE)
+    two, eight = backend.at_loads(keeps_state, backend.record(prompts), (2, 8))
+    assert len(two.tokens) == len(prompts) and not eight.tokens
+    assert eight.failure == "it drafts from earlier answers, and needs 16 prompts; there are 8"
+
+
+@pytest.mark.parametrize(
+    ("start", "switch", "failure"),
+    [
+        (vllm, "--full", "the server lets up to 3 of them wait"),
+        (vllm, "--dies", "the server ended while it was used, with exit code 3"),
+        (llama, "--dies", "the server ended while it was used|not the reply of a serving engine .KeyError: 'timings'"),
+        (llama, "--bogus", "llama-server ended when it started: invalid argument: --bogus"),
+    ],
+)
+def test_a_load_that_a_server_does_not_hold_has_the_reason(
+    folder: Path, prompts: list[WorkloadPrompt], start: Start, switch: str, failure: str
+) -> None:
+    recorded = start(folder).record(prompts)
+    runs = list(start(folder, switch).at_loads(None, recorded, (2,)))
+    assert [(run.at_once, run.tokens) for run in runs] == [(2, [])] and re.search(failure, runs[0].failure)
 
 
 @ENGINES

@@ -73,11 +73,14 @@ def test_prompts_are_answered_with_their_counts(profile: DecodingProfile) -> Non
 def test_plain_the_best_default_and_the_profile_are_compared_as_arms_of_the_runtime_are(
     profile: DecodingProfile, folder: Path
 ) -> None:
-    found = printed(*BENCH, "--table", "runs.csv", "--requests-at-once", "2")
+    found = printed(*BENCH, "--table", "runs.csv", "--load", "2")
     assert [arm["name"] for arm in found["arms"]] == ["ar", DEFAULT.label, "tuned"] == list(found["runs"])
     assert all(arm["identical_outputs"] == arm["num_prompts"] == len(PROMPTS) // 2 for arm in found["arms"])
     assert found["arms"][-1]["tokens_per_round"] > found["arms"][0]["speedup"] == 1.0
-    assert [(load["label"], load["requests_at_once"]) for load in found["loads"]] == [("off", 2), (TUNED.label, 2)]
+    (load,) = found["loads"]
+    assert (load["at_once"], load["depth"], load["depths"]) == (2, TUNED.depth, [0, TUNED.depth])
+    assert [load[name]["label"] for name in ("chosen", "off")] == [TUNED.label, "off"]
+    assert load["ratio"][1] <= load["ratio"][0] <= load["ratio"][2]
     assert (folder / "runs.csv").read_text().count("\n") == 1 + 3 * len(PROMPTS) // 2
     assert list(printed(*BENCH, "--arms", "ar")["runs"]) == ["ar", "tuned"]
 

@@ -15,7 +15,7 @@ from autotune.cli.main import main
 from autotune.report.page import render, sections_of
 from autotune.report.sources import Sources, find_sources
 from autotune.report.tables import decoding_table, provenance_tables
-from tests.engine_profiles import engine_profile
+from tests.engine_profiles import LOADS, engine_profile
 from tests.report.conftest import EVIL, QUESTION, MadeStudy
 from tests.sample_documents import decoding_profile
 
@@ -156,13 +156,27 @@ def test_page_of_a_study_without_a_profile(made: MadeStudy, tmp_path: Path) -> N
 
 
 def test_the_page_of_an_engine_profile_has_its_sections(tmp_path: Path) -> None:
-    """Settings, prices and loads in place of a study's sections; the folder of its search gives the same page."""
+    """Loads, settings and prices in place of a study's sections; the folder of its search gives the same page."""
     engine_profile().save(tmp_path / "profile.json")
     text = render(find_sources(tmp_path / "profile.json"))
     page = Page(text)
-    assert {"profile", "evaluation", "settings", "provenance"} == {*page.ids} & (SECTIONS | {"settings"})
-    assert page.missing == [] and "<does>" not in text
+    of_engine = {"loads", "settings"}
+    assert {"profile", "evaluation", "provenance"} | of_engine == {*page.ids} & (SECTIONS | of_engine)
+    assert page.missing == [""] and "the search was not given --load." in page.text and "<does>" not in text
     assert render(find_sources(tmp_path)).partition("<footer>")[0] == text.partition("<footer>")[0]
+
+
+def test_throughput_is_plotted_against_time_per_token(tmp_path: Path) -> None:
+    """A point for each load and setting, within the axes, which begin at 0: the highest throughput is at the top."""
+    profile = engine_profile()
+    assert profile.evidence.engine is not None
+    engine = profile.evidence.engine.model_copy(update={"loads": LOADS})
+    evidence = profile.evidence.model_copy(update={"engine": engine})
+    page = Page(render(Sources(profile=profile.model_copy(update={"evidence": evidence}))))
+    found = {name: [float(value) for _, known, value in page.attributes if known == name] for name in ("cx", "cy")}
+    assert page.missing == [] and sorted(found["cy"]) == pytest.approx([0.0] + 3 * [320 - 320 * 40 / 60], abs=0.1)
+    assert found["cx"] == 4 * [560.0]
+    assert "16 requests at once, off" in page.text
 
 
 def test_command_line_writes_the_page_which_differs_in_its_time_alone(

@@ -8,13 +8,14 @@ import pytest
 
 from autotune.cost.latency_table import latency_table
 from autotune.documents.decoding_profile import AR, TUNED
+from autotune.documents.loads import loads_table
 from autotune.documents.subnet import Subnet
 from autotune.replay.evaluator import Candidate
 from autotune.report.sources import Sources
 from autotune.report.tables import acceptance_tables, cumulative_ablation, decoding_table, pareto_front, subnet_tables
 from autotune.study.records import ScreenedSubnet
 from autotune.table import Table
-from tests.engine_profiles import LOAD, backend_result, engine_profile
+from tests.engine_profiles import LOADS, backend_result, engine_profile
 from tests.report.conftest import EVIL, SHAPE, MadeStudy
 from tests.sample_documents import DEVICE, cost_table, decoding_profile
 
@@ -126,7 +127,7 @@ def test_how_a_profile_decodes(made: MadeStudy) -> None:
 def test_the_tables_of_an_engine_and_of_the_race_between_backends() -> None:
     engine = engine_profile().evidence.engine
     assert engine is not None
-    settings, prices, loads = engine.model_copy(update={"loads": [LOAD]}).tables()
+    settings, prices = engine.tables()
     label = "ngram-mod(24,48,64)"
     assert settings.rows == [
         [f"{label}, default", "ngram-mod", "40", "1.40x (1.20-1.60)"],
@@ -134,7 +135,12 @@ def test_the_tables_of_an_engine_and_of_the_race_between_backends() -> None:
     ]
     assert settings.labels == {"ngram-simple": "left out, the build <does> not have it"}
     assert prices.rows == [["1", "64 tokens", "10.0", "9.0"], ["2", "64 tokens", "20.0", "9.0"]]
-    assert loads.rows == [["off", "4", "40.0", "1.00x", "9, 12", "3, 4", "7/8"]]
+    off = ["40 (38-42)", "1.00x (1.00-1.00)", "9 (8-12)", "3.0 (2.9-3.2)", "-", "7/16"]
+    assert loads_table(LOADS).rows == [
+        ["4: ngram-mod(4,0,3)", "60 (55-66)", "1.50x (1.40-1.60)", "9 (8-12)", "3.0 (2.9-3.2)", "26 %", "7/16"],
+        ["4: off", *off],
+        ["16: off", *off],
+    ]
     failed = {"failure": "llama-server ended", "precision": "Q4_1", "has_own_weights": False}
     race = [backend_result("runtime", is_deployed=True), backend_result("llama.cpp", **failed)]
     profile = decoding_profile()

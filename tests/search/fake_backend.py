@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from autotune.documents.decoded import tokens_key
-from autotune.documents.deployment import Deployment, ServedLoad
+from autotune.documents.deployment import Deployment
 from autotune.documents.provenance import ModelReference
 from autotune.documents.speculation import Speculation
 from autotune.engines.backend import Backend, Prices
@@ -92,20 +92,3 @@ class FakeBackend(Backend):
     def deploy(self, configuration: Speculation | None) -> Deployment:
         words = ["fake", self.model.id, *([configuration.label] if configuration else [])]
         return Deployment(backend=self.name, model=self.model, command=words, speculation=configuration, build="1")
-
-    def loads(
-        self, configurations: Sequence[Speculation | None], recorded: Any, requests_at_once: int
-    ) -> list[ServedLoad]:
-        return [
-            ServedLoad(
-                label=c.label if c else "off",
-                requests_at_once=requests_at_once,
-                requests=1,
-                tokens=1,
-                seconds=1.0,
-                first_token_ms=(1.0, 1.0),
-                token_ms=(1.0, 1.0),
-                identical=1,
-            )
-            for c in configurations
-        ]

@@ -39,7 +39,7 @@ def test_one_backend_is_searched_as_without_the_option() -> None:
 
 LLAMA = ["--backend", "llama.cpp"]
 AT_ONCE = (
-    "--requests-at-once: the runtime serves one request at a time, and a server that runs is not measured; "
+    "--load: the runtime serves one request at a time, and a server that runs is not measured; "
     "let --backend llama.cpp or vllm start its servers"
 )
 REFUSED = {
@@ -78,10 +78,22 @@ REFUSED = {
         "--draft: not an option of llama.cpp; drop it, or search the runtime alone",
     ),
     "other weights of one backend": ([*LLAMA, "--any-weights"], "--any-weights chooses among backends; name several with --backend"),
-    "requests at once in the runtime": (["--requests-at-once", "2"], AT_ONCE),
+    "requests at once in the runtime": (["--load", "2"], AT_ONCE),
     "requests at once in a server that runs": (
-        [*LLAMA, "--requests-at-once", "2", "--set", "llama.cpp:url=http://x"],
+        [*LLAMA, "--load", "2,8", "--set", "llama.cpp:url=http://x"],
         AT_ONCE,
+    ),
+    "a load of none": (
+        [*LLAMA, "--load", "0,4"],
+        "Invalid value for '--load': '0,4' is not a list of requests at once (from 1 to 4,096); write for example 1,4,16,64",
+    ),
+    "a load of too many": (
+        [*LLAMA, "--load", "4097"],
+        "Invalid value for '--load': '4097' is not a list of requests at once (from 1 to 4,096); write for example 1,4,16,64",
+    ),
+    "loads without commas": (
+        [*LLAMA, "--load", "1 4"],
+        "Invalid value for '--load': '1 4' is not a list of requests at once (invalid literal for int() with base 10: '1 4'); write for example 1,4,16,64",
     ),
     "another device": (
         [*LLAMA, "--backend", "runtime", "--gpu", "h100"],

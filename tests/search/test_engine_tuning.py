@@ -95,16 +95,6 @@ def test_a_running_server_gets_a_prediction(tmp_path: Path) -> None:
     assert profile.point.deployment is not None and profile.point.deployment.label == "copy(2)"
 
 
-def test_requests_at_once_are_served_by_plain_decoding_the_winner_and_the_default(tmp_path: Path) -> None:
-    backend = FakeBackend()
-    backend.ms |= {"copy(2)": 5.0}
-    evidence = tuned(backend, tmp_path, requests_at_once=(2, 4)).evidence.engine
-    assert evidence is not None
-    assert [(load.label, load.requests_at_once) for load in evidence.loads] == [
-        (label, size) for size in (2, 4) for label in ("off", "copy(2)", "copy")
-    ]
-
-
 def test_without_a_type_that_is_replayed_exactly_there_is_nothing_to_tune(tmp_path: Path) -> None:
     backend = FakeBackend()
     backend.prices.left_out = {"copy": "another rule", "guess": "another rule"}
