@@ -16,7 +16,7 @@ from autotune.console import Console
 from autotune.documents.loads import Figure, LoadResult, LoadRun, Schedule, ServedLoad, loads_table
 from autotune.documents.speculation import Speculation
 from autotune.engines.backend import Backend
-from autotune.evaluation.summary import bootstrap_ratio
+from autotune.evaluation.summary import bootstrap_product, bootstrap_ratio
 from autotune.files import append_line, content_key, read_lines
 from autotune.trees.limits import Floats
 
@@ -37,7 +37,7 @@ def throughput_ratio(run: LoadRun, other: LoadRun) -> Figure:
     """Throughput of a run over another's, with the same prompts in the same order; one of them may have more."""
     both = min(len(run.tokens), len(other.tokens))
     (tokens, seconds), (others, other_s) = (np.array([of.tokens, of.seconds])[:, :both] for of in (run, other))
-    interval = bootstrap_ratio(tokens, others, above_units=seconds, below_units=other_s)
+    interval = bootstrap_product([tokens, other_s], [seconds, others])
     return float(tokens.sum() / seconds.sum() * other_s.sum() / others.sum()), *interval
 
 
