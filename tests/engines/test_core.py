@@ -38,7 +38,7 @@ ENDED = [
 """Commands that the core runs to their ends."""
 REFUSED = {
     "serve llama.json --host 0.0.0.0": "which needs a key",
-    "search --backend vllm=owner/name": "HF_HUB_OFFLINE is set",
+    "search --backend vllm=owner/name": "cache lacks files",
 }
 """Commands that the core begins, and what they end with."""
 NEEDING = {
