@@ -6,7 +6,8 @@
 A row for each depth: requests whose verifications, drafted and accepted tokens are those of the replay, tokens per pass
 and speedup over plain decoding, predicted and counted. The servers of all depths and a plain one run at once, and every
 prompt is asked in them in random order, so that the machine's other work meets them alike. The last line has the
-largest difference of tokens per pass and the median difference of the speedup. Takes about 15 minutes for a model of 135M parameters on two cores.
+largest difference of tokens per pass and the median difference of the speedup. Takes about 15 minutes for a model of
+135M parameters on two cores.
 """
 
 from __future__ import annotations
