@@ -106,7 +106,7 @@ class EngineBackend(Backend):
         self.heads = dict[str, Speculation]()
         """Chains at the greatest depth, by type; the given draft in place of one that is found."""
         given = [(*self.find_draft(draft, self.target), DEEPEST)] if draft is not None else []
-        for kind, path, depth in (*given, *([] if self.is_fixed else self.find_heads(target))):
+        for kind, path, depth in (*given, *([] if self.is_fixed else self.find_heads())):
             options: Options = dict.fromkeys(OPTIONS[kind], depth)
             self.heads.setdefault(kind, Speculation(type=kind, options=options, model=str(path or "")))
 
@@ -162,9 +162,8 @@ class EngineBackend(Backend):
             UserError: it does not draft with it.
         """
 
-    @classmethod
     @abstractmethod
-    def find_heads(cls, target: str) -> list[tuple[ModelType, Path | None, int]]:
+    def find_heads(self) -> list[tuple[ModelType, Path | None, int]]:
         """Types of the target's own head and of published ones near it, with the file or folder of one that is not the
         target's own, and the greatest depth.
         """

@@ -194,12 +194,9 @@ class LlamaBackend(EngineBackend):
             )
         return HEADS.get(architecture_of(path), "draft-simple"), path.resolve()
 
-    @classmethod
-    def find_heads(cls, target: str) -> list[tuple[ModelType, Path | None, int]]:
-        """Of a file, those in its folder with its hidden size, too."""
-        path = find_gguf(target, is_split=True)
-        if path is None:
-            return []
+    def find_heads(self) -> list[tuple[ModelType, Path | None, int]]:
+        """Those in the file, and in its folder with its hidden size."""
+        path = Path(self.target)
         heads: list[tuple[ModelType, Path | None, int]] = [("draft-mtp", None, DEEPEST)] if has_own_head(path) else []
         hidden = gguf_sizes(path).get("hidden_size")
         for file in sorted(path.parent.glob(f"*{SUFFIX}")):

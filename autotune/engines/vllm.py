@@ -294,17 +294,13 @@ class VllmBackend(EngineBackend):
     def find_draft(cls, draft: str, target: str) -> tuple[ModelType, Path]:
         return served_draft(draft, target, CONVERTED)
 
-    @classmethod
-    def find_heads(cls, target: str) -> list[tuple[ModelType, Path | None, int]]:
-        folder, sizes = sizes_of(target)
+    def find_heads(self) -> list[tuple[ModelType, Path | None, int]]:
+        folder, sizes = sizes_of(self.model.id)
         layers = max(int(sizes.get(key) or 0) for key in MTP_PROMISES) if has_own_head(folder, sizes) else 0
-        heads: list[tuple[ModelType, Path | None, int]] = []
-        if layers:
-            heads.append(("mtp", None, layers if layers > 1 else DEEPEST))  # of several, each drafts one token
-        for name, kind in heads_near(target, sizes).items():
-            if kind != OWN:
-                heads.append((*served_draft(name, target, CONVERTED), DEEPEST))
-        return heads
+        deepest = layers if layers > 1 else DEEPEST  # of several, each drafts one token
+        own: list[tuple[ModelType, Path | None, int]] = [("mtp", None, deepest)] if layers else []
+        near = [name for name, kind in heads_near(self.model.id, sizes).items() if kind != OWN]
+        return [*own, *((*served_draft(name, self.model.id, CONVERTED), DEEPEST) for name in near)]
 
     def given(self, option: str) -> list[Any]:
         """The values of an option among the user's arguments."""
