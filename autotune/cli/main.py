@@ -27,6 +27,8 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPER
 VERBS = ("doctor", "search", "run", "serve", "bench", "check", "report", "export", "train", "measure", "record")
 CONTINUED = ("measure", "record", "search", "train")
 """Verbs that keep the work of an interrupted run, with which the same command continues."""
+SHARDED = ("search", "run", "serve", "bench", "check", "measure", "record")
+"""Verbs that several processes of torchrun run together, each with a part of the target."""
 
 
 class Commands(click.Group):
@@ -50,13 +52,15 @@ class Commands(click.Group):
         _open_closed_streams()
         _end_by_signals()
         warnings.formatwarning = _in_one_line
+        verb = next((word for word in (sys.argv[1:] if args is None else args) if word in VERBS), "")
         try:
+            if verb in SHARDED and os.environ.get("WORLD_SIZE", "1") != "1":
+                importlib.import_module("autotune.modeling.sharded").lead_or_follow()
             sys.exit(super().main(args, prog_name="autotune", standalone_mode=False) or 0)
         except click.exceptions.NoArgsIsHelpError as error:
             error.show()
             sys.exit(error.exit_code)
         except click.Abort as abort:
-            verb = next((word for word in (sys.argv[1:] if args is None else args) if word in VERBS), "")
             _say("interrupted; run the same command to continue" if verb in CONTINUED else "interrupted")
             sys.exit(128 + getattr(abort.__cause__, "number", signal.SIGINT))
         except Exception as error:
@@ -101,6 +105,8 @@ def _end(error: Exception) -> NoReturn:
 
 def _line_of(error: Exception) -> str | None:
     """The line for an error that the user can end."""
+    if (sharing := sys.modules.get("autotune.modeling.ranks")) is not None and (line := sharing.failure(error)):
+        return str(line)
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, click.UsageError):

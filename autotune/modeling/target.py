@@ -194,6 +194,8 @@ class Target(TreeModel):
                     scores[ranking] = visual_scores(ranking, prompt.tokens, prompt.is_visual, attention)
 
         with observed_attention(self.text, rank_by_last_layer):
-            logits = self.prefill_prompt(prompt, in_one_pass=True)
+            logits = self.prefill_prompt(prompt, in_one_pass=True, rankings=rankings)
         assert scores, "the last layer with attention did not use the attention interface"
+        if self.ranks is not None:  # each process has seen as many heads
+            scores = {ranking: self.ranks.mean(of_ranking) for ranking, of_ranking in scores.items()}
         return Prefilled(prompt, logits, scores)
