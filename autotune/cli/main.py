@@ -40,13 +40,13 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             raise click.UsageError(f"no such command {cmd_name!r}; {nearest(cmd_name, VERBS)}")
-        for name in CHATTY:
-            logging.getLogger(name).setLevel(logging.ERROR)
         command: click.Command = importlib.import_module(f"autotune.cli.{cmd_name}").command
         command.name = cmd_name
         return command
 
     def main(self, args: Sequence[str] | None = None, *_: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        for name in CHATTY:
+            logging.getLogger(name).setLevel(logging.ERROR)
         if not standalone_mode:  # the caller handles exceptions
             return super().main(args, prog_name="autotune", standalone_mode=False)
         _open_closed_streams()

@@ -1,0 +1,117 @@
+"""Targets that the processes of torchrun hold together, and the loop of the processes that follow rank 0."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from functools import partial
+from typing import Any
+
+import torch
+
+from autotune.console import Console
+from autotune.documents.execution import CUDA_GRAPH, FIXED
+from autotune.documents.provenance import DISTRIBUTION, version_of
+from autotune.errors import UserError, first_line
+from autotune.modeling.graph_runner import GraphKey
+from autotune.modeling.loading import META, Dtype, load_model, reference
+from autotune.modeling.ranks import Ranks, is_transport, join, joined
+from autotune.modeling.step import Layout
+from autotune.modeling.target import Target
+from autotune.trees.limits import Ints
+
+FAULT = 70  # exit code of a follower that fails
+
+
+def load_target(
+    name: str,
+    *,
+    device: str = "cpu",
+    dtype: Dtype | None = None,
+    random_weights: bool = False,
+    console: Console | None = None,
+) -> Target:
+    """Load a target; where torchrun has started several processes, as their shards. Arguments as of ``load_model``.
+
+    Raises:
+        UserError: the target cannot be loaded or divided, or the processes differ in their files.
+    """
+    if (ranks := joined()) is None or device == META:
+        return Target(load_model(name, device=device, dtype=dtype, random_weights=random_weights, console=console))
+    if random_weights:
+        raise UserError(f"{name}: weights made at random are not divided; leave --random-weights or torchrun out")
+    if torch.device(device) != ranks.device:
+        raise UserError(f"device {device}: under torchrun each process uses its own, {ranks.device} here; give auto")
+    ranks.send("load", name, dtype)
+    return _shard(ranks, name, dtype, console)
+
+
+def _shard(ranks: Ranks, name: str, dtype: Dtype | None, console: Console | None = None) -> Target:
+    """This process's part of a target, which all processes load at the same time."""
+    ranks.require_same({"version of the package": version_of(DISTRIBUTION), f"{name}": reference(name).sha256})
+    model = load_model(name, device=str(ranks.device), dtype=dtype, num_shards=ranks.size, console=console)
+    target = Target(model)
+    target.ranks = ranks
+    return target
+
+
+def lead_or_follow() -> None:
+    """Join the other processes of torchrun. Rank 0 returns, to run its verb; the others follow it until it ends, and
+    leave all messages to it.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        join()
+        return
+    warnings.simplefilter("ignore")
+    code = 0
+    try:
+        _follow(join())
+    except UserError:
+        pass  # rank 0 has met the same
+    except Exception as error:
+        if (ranks := joined()) is not None and not is_transport(error):
+            ranks.fail(first_line(error))
+            code = FAULT
+    os._exit(code)  # nothing is left to do, and NCCL may wait for a process that is gone
+
+
+@torch.inference_mode()
+def _follow(ranks: Ranks) -> None:
+    """Run what rank 0 sends."""
+    target: Any = None
+    while True:
+        operation, arguments = ranks.receive()
+        if operation == "load":
+            del target
+            target = _shard(ranks, *arguments)
+        elif operation == "allocate":
+            target.reallocate(*arguments)
+        elif operation == "prefill":
+            prompt, rankings = arguments
+            target.cache.clear()
+            target.prefill(prompt, visual_rankings=rankings)
+        elif operation == "generate":
+            inputs, settings, seed = arguments
+            torch.manual_seed(seed)
+            target.model.generate(**inputs, **settings)
+        else:
+            _run_step(target, *arguments)
+
+
+def _run_step(
+    target: Target, layout: Layout, integers: Ints, moves: list[int], is_captured: bool, is_new: bool
+) -> None:
+    """Run a packed step after the moves of the cache."""
+    cache = target.cache
+    while moves:
+        (cache.length, count), moves = moves[:2], moves[2:]
+        cache.keep(moves[:count])
+        moves = moves[count:]
+    target.use_mode(CUDA_GRAPH if is_captured else FIXED)
+    runner, key = target.graph_runner, GraphKey(layout)
+    assert runner is not None
+    if is_new:
+        runner.forget(key)
+    forward = runner.prepared(key)
+    forward.integers[:] = integers
+    runner.launch(forward, partial(target._forward_over_buffers, key))

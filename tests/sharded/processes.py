@@ -1,0 +1,125 @@
+"""Processes that hold a target together, as torchrun starts them, forked from a server that has imported the runtime."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from autotune.drafters.checkpoint import load_draft
+from autotune.modeling.ranks import joined
+from autotune.modeling.sharded import lead_or_follow, load_target
+from autotune.modeling.target import Target
+from autotune.runtime.decoder import Decoder
+from tests.cli.processes import PRELOADED
+from tests.families import FAMILIES, Family, load_processor, random_inputs, save
+
+NEW_TOKENS = 12
+
+
+def start(number: int, work: Callable[..., None], *arguments: Any) -> list[BaseProcess]:
+    """Start ``work(*arguments)`` in so many processes with the environment of torchrun."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED, "autotune.modeling.sharded", "tests.sharded.processes"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes: list[BaseProcess] = []
+    for rank in range(number):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": number, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        processes.append(context.Process(target=_start, args=(place, work, arguments)))
+        processes[-1].start()
+    return processes
+
+
+def _start(place: dict[str, Any], work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    os.environ.update({name: str(value) for name, value in place.items()})
+    torch.set_num_threads(1)
+    work(*arguments)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request to a decoder."""
+
+    tree: dict[str, Any]
+    inputs: dict[str, Any]
+    temperature: float
+    visual_keep: float = 1.0
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The answer, and what a group of processes sent for it."""
+
+    tokens: list[int]
+    forwards: int
+    broadcasts: int
+    num_bytes: int
+
+
+def save_family(name: str, folder: Path, dtype: torch.dtype = torch.float64) -> None:
+    """Save target and draft of a family in a data type."""
+    save(FAMILIES[name], folder)
+    from tests.families import load
+
+    for part in ("target", "draft"):
+        load(folder / part, dtype=dtype).save_pretrained(folder / part)
+
+
+def requests_of(family: Family, folder: Path, trees: list[dict[str, Any]], number: int) -> list[Request]:
+    """Random requests: each tree at both temperatures, text and what else the family sees in turn."""
+    processor, rng = load_processor(family, folder / "target"), np.random.default_rng(3)
+    sights = [None, *(sight for sight in family.sees if sight == "image")]
+    requests = []
+    for index in range(number):
+        tree, temperature = trees[index // 2 % len(trees)], float(index % 2)
+        inputs = random_inputs(family, processor, rng, sight=sights[index // (2 * len(trees)) % len(sights)])
+        requests.append(Request(tree, inputs, temperature, (1.0, 0.5)[index // 2 % 2]))
+    return requests
+
+
+def replies(target: Target, folder: Path, requests: list[Request]) -> list[Reply]:
+    """Decode requests with the draft of a folder."""
+    draft, found, decoders = load_draft(str(folder / "draft"), target), [], {}
+    for request in requests:
+        key = repr((request.tree, request.visual_keep))
+        if key not in decoders:
+            decoders[key] = Decoder(target, draft, tree=request.tree, visual_keep=request.visual_keep)
+        ranks = joined()
+        before = (0, 0) if ranks is None else (ranks.num_broadcasts, ranks.num_bytes)
+        out = decoders[key].generate(
+            **request.inputs, max_new_tokens=NEW_TOKENS, temperature=request.temperature, seed=5
+        )
+        after = (0, 0) if ranks is None else (ranks.num_broadcasts, ranks.num_bytes)
+        tokens = out.sequences[0, request.inputs["input_ids"].shape[1] :].tolist()
+        found.append(Reply(tokens, out.stats.target_forwards, after[0] - before[0], after[1] - before[1]))
+    return found
+
+
+def decode_in_ranks(folder: Path, requests: list[Request]) -> None:
+    """Decode in a process of torchrun; rank 0 writes the replies, or its error, to ``folder/replies``."""
+    lead_or_follow()
+    try:
+        content: Any = replies(load_target(str(folder / "target")), folder, requests)
+    except Exception as error:
+        content = str(error)
+    (folder / "replies").write_bytes(pickle.dumps(content))
+
+
+def replies_of_ranks(number: int, folder: Path, requests: list[Request]) -> Any:
+    """The replies of several processes, or the error of rank 0. All of them end."""
+    processes = start(number, decode_in_ranks, folder, requests)
+    for process in processes:
+        process.join(timeout=600)
+        assert process.exitcode == 0
+    return pickle.loads((folder / "replies").read_bytes())
