@@ -39,6 +39,8 @@ MTP_SUFFIX = ":mtp"
 """Ends the name of a draft that is the multi-token prediction head of a target's own checkpoint: ``FOLDER:mtp``."""
 Dtype = Literal["float32", "bfloat16", "float16"]
 """Data types in which a model can be loaded (``--dtype``)."""
+DEVICE_MAP = "AUTOTUNE_DEVICE_MAP"
+"""Variable of the environment: ``auto`` where targets are spread over all GPUs (``--device-map``)."""
 META = "meta"
 """Torch's device for tensors without content."""
 DEFAULT_DRAFTS = (*BUNDLED_DRAFTS, RETRIEVAL)
@@ -129,6 +131,7 @@ def load_model(
     dtype: Dtype | None = None,
     random_weights: bool = False,
     num_shards: int = 1,
+    device_map: str | None = None,
     console: Console | None = None,
 ) -> Any:
     """Load a model for inference. GGUF weights are dequantized.
@@ -137,7 +140,8 @@ def load_model(
         device: ``meta`` for a model of sizes without weights, with ``random_weights``.
         dtype: None: the checkpoint's; of GGUF files bfloat16 where the device multiplies it natively.
         random_weights: make the weights at random. Only the config is needed, and latency does not depend on weights.
-        num_shards: processes of ``torch.distributed`` that divide the layers (``tensor_plan``).
+        num_shards: processes of ``torch.distributed`` that divide the layers (``_tensor_plan``).
+        device_map: ``auto`` spreads the layers over all GPUs; None: the model is on ``device``.
         console: is told what was done to a GGUF file.
 
     Raises:
@@ -179,12 +183,14 @@ def load_model(
                     empty, name, num_shards, is_whole=not (gguf or is_quantized)
                 )
             weights = packed_bytes or _weight_bytes(empty, num_shards)
-            check_room(device, {"weights": weights}, what=name, advice="free some, or load a smaller model")
+            if device_map is None:
+                check_room(device, {"weights": weights}, what=name, advice="free some, or load a smaller model")
+            options |= {"device_map": device_map or {"": device}} if num_shards == 1 else {}
         if random_weights:
             with torch.device(device):  # a processor takes minutes for billions of weights
                 model = factory.from_config(config, dtype=options.get("dtype", config.dtype)).to(device)
         else:
-            model = _with_weights(factory, source, options, name=name, device=device)
+            model = _with_weights(factory, source, options, name=name)
     choose_attention(device)
     model.eval().requires_grad_(False)
     if device != META:
@@ -206,14 +212,13 @@ def _dequantized(
     return {**gguf, **dense, "dtype": _gguf_dtype(name, gguf["gguf_file"], device, dtype, console)}
 
 
-def _with_weights(factory: Any, source: str, options: dict[str, Any], *, name: str, device: str) -> Any:
-    """The model with the weights of its checkpoint. They go straight to the device: the host never holds all weights of
-    a GPU, and some quantized models cannot be moved.
+def _with_weights(factory: Any, source: str, options: dict[str, Any], *, name: str) -> Any:
+    """The model with the weights of its checkpoint. They go straight to their devices: the host never holds all weights
+    of a GPU, and some quantized models cannot be moved.
     """
     model, info = factory.from_pretrained(
         source,
         output_loading_info=True,
-        device_map=None if "distributed_config" in options else {"": device},
         ignore_mismatched_sizes=True,  # ``check_weights`` names them
         trust_remote_code=False,
         **options,

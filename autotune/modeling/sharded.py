@@ -14,7 +14,7 @@ from autotune.documents.execution import CUDA_GRAPH, FIXED
 from autotune.documents.provenance import DISTRIBUTION, version_of
 from autotune.errors import UserError, first_line
 from autotune.modeling.graph_runner import GraphKey
-from autotune.modeling.loading import META, Dtype, load_model, reference
+from autotune.modeling.loading import DEVICE_MAP, META, Dtype, load_model, reference
 from autotune.modeling.ranks import Ranks, is_transport, join, joined
 from autotune.modeling.step import Layout
 from autotune.modeling.target import Target
@@ -36,8 +36,19 @@ def load_target(
     Raises:
         UserError: the target cannot be loaded or divided, or the processes differ in their files.
     """
-    if (ranks := joined()) is None or device == META:
-        return Target(load_model(name, device=device, dtype=dtype, random_weights=random_weights, console=console))
+    ranks, device_map = joined(), os.environ.get(DEVICE_MAP)
+    if ranks is None or device == META:
+        device_map = None if device == META else device_map
+        options: dict[str, Any] = {"dtype": dtype, "random_weights": random_weights, "device_map": device_map}
+        target = Target(load_model(name, device=device, console=console, **options))
+        if device_map is not None and console is not None:
+            console.say(
+                f"{name}: its layers are on {target.num_devices} devices, which compute one after the other, eagerly; "
+                "torchrun --nproc-per-node N -m autotune lets them divide each layer, and compute at the same time"
+            )
+        return target
+    if device_map is not None:
+        raise UserError("--device-map auto and torchrun are two ways to use several GPUs; give one of them")
     if random_weights:
         raise UserError(f"{name}: weights made at random are not divided; leave --random-weights or torchrun out")
     if torch.device(device) != ranks.device:

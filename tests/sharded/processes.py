@@ -1,4 +1,4 @@
-"""Processes that hold a target together, as torchrun starts them, forked from a server that has imported the runtime."""
+"""Processes that hold a target together, as torchrun starts them, forked from a server that has the runtime."""
 
 from __future__ import annotations
 
@@ -35,7 +35,13 @@ def start(number: int, work: Callable[..., None], *arguments: Any) -> list[BaseP
         port = free.getsockname()[1]
     processes: list[BaseProcess] = []
     for rank in range(number):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": number, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        place = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": number,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
         processes.append(context.Process(target=_start, args=(place, work, arguments)))
         processes[-1].start()
     return processes
