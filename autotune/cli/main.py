@@ -55,14 +55,14 @@ class Commands(click.Group):
         verb = next((word for word in (sys.argv[1:] if args is None else args) if word in VERBS), "")
         try:
             if verb in SHARDED and os.environ.get("WORLD_SIZE", "1") != "1":
-                importlib.import_module("autotune.modeling.sharded").lead_or_follow()
+                _join_ranks()
             sys.exit(super().main(args, prog_name="autotune", standalone_mode=False) or 0)
         except click.exceptions.NoArgsIsHelpError as error:
             error.show()
             sys.exit(error.exit_code)
-        except click.Abort as abort:
+        except (click.Abort, KeyboardInterrupt) as abort:
             _say("interrupted; run the same command to continue" if verb in CONTINUED else "interrupted")
-            sys.exit(128 + getattr(abort.__cause__, "number", signal.SIGINT))
+            sys.exit(128 + getattr(abort.__cause__ or abort, "number", signal.SIGINT))
         except Exception as error:
             _end(error)
 
@@ -74,6 +74,14 @@ class Commands(click.Group):
         except BrokenPipeError:  # click would exit with 1, which is a regression
             _drop_output()
             raise click.exceptions.Exit(128 + signal.SIGPIPE) from None
+
+
+def _join_ranks() -> None:
+    """Run the verb together with the other processes of torchrun. Those that follow end at a signal, without a word."""
+    if os.environ.get("RANK", "0") != "0":
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+    importlib.import_module("autotune.modeling.sharded").lead_or_follow()
 
 
 def _in_one_line(message: Warning | str, *_: Any, **__: Any) -> str:

@@ -112,9 +112,10 @@ def replies(target: Target, folder: Path, requests: list[Request]) -> list[Reply
     return found
 
 
-def decode_in_ranks(folder: Path, requests: list[Request]) -> None:
-    """Decode in a process of torchrun; rank 0 writes the replies, or its error, to ``folder/replies``."""
+def decode_in_ranks(folder: Path) -> None:
+    """Decode ``folder/requests`` in a process of torchrun; rank 0 writes the replies, or its error, beside them."""
     lead_or_follow()
+    requests: list[Request] = pickle.loads((folder / "requests").read_bytes())
     try:
         content: Any = replies(load_target(str(folder / "target")), folder, requests)
     except Exception as error:
@@ -124,7 +125,8 @@ def decode_in_ranks(folder: Path, requests: list[Request]) -> None:
 
 def replies_of_ranks(number: int, folder: Path, requests: list[Request]) -> Any:
     """The replies of several processes, or the error of rank 0. All of them end."""
-    processes = start(number, decode_in_ranks, folder, requests)
+    (folder / "requests").write_bytes(pickle.dumps(requests))
+    processes = start(number, decode_in_ranks, folder)
     for process in processes:
         process.join(timeout=600)
         assert process.exitcode == 0
