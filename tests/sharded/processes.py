@@ -7,7 +7,7 @@ import os
 import pickle
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from autotune.modeling.sharded import lead_or_follow, load_target
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from tests.cli.processes import PRELOADED
-from tests.families import FAMILIES, Family, load_processor, random_inputs, save
+from tests.families import FAMILIES, Family, load, load_processor, random_inputs, save
 
 NEW_TOKENS = 12
 
@@ -73,11 +73,17 @@ class Reply:
     num_bytes: int
 
 
-def save_family(name: str, folder: Path, dtype: torch.dtype = torch.float64) -> None:
-    """Save target and draft of a family in a data type."""
-    save(FAMILIES[name], folder)
-    from tests.families import load
+def with_heads(name: str, num_heads: int, num_kv_heads: int) -> Family:
+    """A family whose text model has other numbers of heads, of 16 numbers each."""
+    family, size = FAMILIES[name], 16 * num_heads
+    text = {"hidden_size": size, "num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads}
+    vision = family.vision_options | ({"out_hidden_size": size} if "out_hidden_size" in family.vision_options else {})
+    return replace(family, text_options={**family.text_options, **text}, vision_options=vision)
 
+
+def save_family(family: Family, folder: Path, dtype: torch.dtype = torch.float64) -> None:
+    """Save target and draft of a family in a data type."""
+    save(family, folder)
     for part in ("target", "draft"):
         load(folder / part, dtype=dtype).save_pretrained(folder / part)
 
