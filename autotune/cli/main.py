@@ -54,7 +54,7 @@ class Commands(click.Group):
         warnings.formatwarning = _in_one_line
         verb = next((word for word in (sys.argv[1:] if args is None else args) if word in VERBS), "")
         try:
-            if verb in SHARDED and os.environ.get("WORLD_SIZE", "1") != "1":
+            if verb in SHARDED and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
                 _join_ranks()
             sys.exit(super().main(args, prog_name="autotune", standalone_mode=False) or 0)
         except click.exceptions.NoArgsIsHelpError as error:

@@ -181,7 +181,7 @@ class CachedModel(ABC):
         self.cache.release()  # first, or both would be in memory
         self._allocate(capacity)
         if self.ranks is not None:
-            self.ranks.send("allocate", capacity)
+            self.ranks.send("reallocate", capacity)
 
     def _taken_moves(self) -> list[int]:
         """The moves of the cache since the last call."""

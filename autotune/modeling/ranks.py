@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from autotune.errors import UserError
 from autotune.modeling.step import Layout
@@ -29,9 +30,11 @@ ARRIVAL = timedelta(seconds=60)
 """Time in which all processes arrive."""
 IDLE = timedelta(days=365)
 """Time for which followers wait for rank 0, which may serve nobody for days. They see at once that it has ended."""
-_FAILURE = "autotune/failure"
+FAILURE = "autotune/failure"
+"""Key of the store under which a process says why it ends."""
 _OPERATION, _STEP = range(2)
-_FIRST_BUFFER = 512  # integers of a message: enough for trees of about 60 nodes
+MESSAGE = 4096
+"""Integers of a message, which the largest step of a model with two kinds of masks fits into."""
 
 
 class Ranks:
@@ -45,10 +48,8 @@ class Ranks:
         self.rank = rank
         self.size = size
         self.device = device
-        self.num_broadcasts = self.num_bytes = 0
-        """Broadcasts of this process so far, and their bytes."""
-        self._store = store
-        self._buffer = torch.zeros(_FIRST_BUFFER, dtype=torch.int64)
+        self.store = store
+        self._message = torch.zeros(MESSAGE, dtype=torch.int64)
 
     def send(self, operation: str, *arguments: Any) -> None:
         """Let the followers run an operation; a follower itself sends nothing."""
@@ -57,9 +58,9 @@ class Ranks:
         content = io.BytesIO()
         torch.save((operation, arguments), content)
         payload = torch.from_numpy(np.frombuffer(content.getvalue(), np.uint8).copy())
-        self._buffer[:2] = torch.tensor([_OPERATION, len(payload)])
-        self._broadcast(self._buffer)
-        self._broadcast(payload)
+        self._message[:2] = torch.tensor([_OPERATION, len(payload)])
+        dist.broadcast(self._message, 0)
+        dist.broadcast(payload, 0)
 
     def send_step(
         self, layout: Layout, integers: Ints, moves: Sequence[int], *, is_captured: bool = False, is_new: bool = False
@@ -74,69 +75,38 @@ class Ranks:
         if self.rank > 0:
             return
         header = [_STEP, is_captured, is_new, *layout, len(moves), *moves]
-        size = sum(layout.sizes)
-        if len(header) + size > len(self._buffer):
-            self._resize(2 * (len(header) + size))
-        message = self._buffer.numpy()
-        message[: len(header)] = header
-        message[len(header) : len(header) + size] = integers[:size]
-        self._broadcast(self._buffer)
+        content = np.concatenate([header, integers[: sum(layout.sizes)]])
+        self._message[: len(content)] = torch.from_numpy(content)
+        dist.broadcast(self._message, 0)
 
     def receive(self) -> tuple[str, tuple[Any, ...]]:
         """The next operation with its arguments, as rank 0 sent it; tensors are on this rank's device."""
-        while True:
-            self._broadcast(self._buffer)
-            kind, size, *_ = header = self._buffer[:8].tolist()
-            if kind == _STEP:
-                end = 8 + header[7]
-                message = self._buffer.numpy()
-                layout = Layout(*header[3:7])
-                integers = message[end : end + sum(layout.sizes)]
-                return "step", (layout, integers, message[8:end].tolist(), bool(header[1]), bool(header[2]))
-            payload = torch.empty(size, dtype=torch.uint8)
-            self._broadcast(payload)
-            content = io.BytesIO(payload.numpy())
-            operation, arguments = torch.load(content, map_location=self.device, weights_only=False)
-            if operation != "resize":
-                return operation, arguments
-            self._buffer = torch.zeros(*arguments, dtype=torch.int64)
-
-    def _resize(self, size: int) -> None:
-        self.send("resize", size)
-        self._buffer = torch.zeros(size, dtype=torch.int64)
-
-    def _broadcast(self, tensor: Tensor) -> None:
-        dist.broadcast(tensor, 0)
-        self.num_broadcasts += 1
-        self.num_bytes += tensor.nbytes
+        dist.broadcast(self._message, 0)
+        kind, size, *_ = header = self._message[:8].tolist()
+        if kind == _STEP:
+            end, layout = 8 + header[7], Layout(*header[3:7])
+            integers = self._message.numpy()[end : end + sum(layout.sizes)]
+            return "step", (layout, integers, self._message[8:end].tolist(), bool(header[1]), bool(header[2]))
+        payload = torch.empty(size, dtype=torch.uint8)
+        dist.broadcast(payload, 0)
+        content = io.BytesIO(payload.numpy().tobytes())
+        return torch.load(content, map_location=self.device, weights_only=False)  # type: ignore[no-any-return]
 
     def mean(self, tensor: Tensor) -> Tensor:
         """The mean of a tensor over all processes, each of which calls this."""
         dist.all_reduce(tensor)
         return tensor / self.size
 
-    def require_same(self, what: dict[str, str]) -> None:
-        """Refuse processes that differ in one of the values; each process calls this."""
-        others: list[dict[str, str]] = [{} for _ in range(self.size)]
-        dist.all_gather_object(others, what)
-        for rank, other in enumerate(others):
-            if differing := [name for name in what if other[name] != others[0][name]]:
-                name = differing[0]
+    def require_same(self, values: dict[str, str]) -> None:
+        """Refuse processes that differ in one of the values, by name; each process calls this."""
+        everywhere: list[Any] = [None] * self.size
+        dist.all_gather_object(everywhere, values)
+        for name in values:
+            if len({values[name] for values in everywhere}) > 1:
+                all_values = ", ".join(f"{values[name]:.16}" for values in everywhere)
                 raise UserError(
-                    f"process {rank} has another {name} than process 0 ({other[name]:.60} and {others[0][name]:.60}); give "
-                    "every node the same package and files"
+                    f"the processes of torchrun have different {name} ({all_values}); give every node the same package and files"
                 )
-
-    def fail(self, reason: str) -> None:
-        """Tell rank 0 why this process ends."""
-        self._store.set(_FAILURE, f"process {self.rank}: {reason}")
-
-    def failure(self) -> str | None:
-        """What ``fail`` was told in another process."""
-        with suppress(dist.DistError):  # torchrun may have ended
-            if self._store.check([_FAILURE]):
-                return str(self._store.get(_FAILURE).decode())
-        return None
 
 
 def is_transport(error: BaseException) -> bool:
@@ -157,8 +127,10 @@ def failure(error: BaseException) -> str | None:
     """The line for an error that follows from the end of another process; None for others."""
     if (ranks := joined()) is None:
         return None
-    end = "another process of torchrun has ended; run the same command again"
-    return ranks.failure() or (end if is_transport(error) else None)
+    with suppress(dist.DistError):  # the store ends with torchrun
+        if ranks.store.check([FAILURE]):
+            return str(ranks.store.get(FAILURE).decode())
+    return "another process of torchrun has ended; run the same command again" if is_transport(error) else None
 
 
 def join() -> Ranks:
@@ -184,22 +156,13 @@ def join() -> Ranks:
             )
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    store = _rendezvous(rank, size)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=IDLE)
+    try:
+        store, _, _ = next(rendezvous("env://", rank, size, timeout=ARRIVAL))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=IDLE)
+    except dist.DistError as error:
+        raise UserError(
+            f"{size} processes did not meet at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within "
+            f"{ARRIVAL.seconds} s; check WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or start the command with torchrun"
+        ) from error
     _joined[:] = [Ranks(rank, size, device, store)]
     return _joined[0]
-
-
-def _rendezvous(rank: int, size: int) -> Any:
-    """The store of the rendezvous, at which all processes have arrived."""
-    try:
-        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=ARRIVAL))
-        store.set(f"autotune/{rank}", "")
-        store.wait([f"autotune/{other}" for other in range(size)], ARRIVAL)
-    except dist.DistError as error:
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise UserError(
-            f"{size} processes did not arrive at {place} within {ARRIVAL.seconds} s; check WORLD_SIZE, MASTER_ADDR and "
-            "MASTER_PORT of each node, or start the command with torchrun"
-        ) from error
-    return store

@@ -15,7 +15,7 @@ from autotune.documents.provenance import DISTRIBUTION, version_of
 from autotune.errors import UserError, first_line
 from autotune.modeling.graph_runner import GraphKey
 from autotune.modeling.loading import DEVICE_MAP, META, Dtype, load_model, reference
-from autotune.modeling.ranks import Ranks, is_transport, join, joined
+from autotune.modeling.ranks import FAILURE, Ranks, is_transport, join, joined
 from autotune.modeling.step import Layout
 from autotune.modeling.target import Target
 from autotune.trees.limits import Ints
@@ -59,9 +59,8 @@ def load_target(
 
 def _shard(ranks: Ranks, name: str, dtype: Dtype | None, console: Console | None = None) -> Target:
     """This process's part of a target, which all processes load at the same time."""
-    ranks.require_same({"version of the package": version_of(DISTRIBUTION), f"{name}": reference(name).sha256})
-    model = load_model(name, device=str(ranks.device), dtype=dtype, num_shards=ranks.size, console=console)
-    target = Target(model)
+    ranks.require_same({"versions of autotune": version_of(DISTRIBUTION), f"files of {name}": reference(name).sha256})
+    target = Target(load_model(name, device=str(ranks.device), dtype=dtype, num_shards=ranks.size, console=console))
     target.ranks = ranks
     return target
 
@@ -81,7 +80,7 @@ def lead_or_follow() -> None:
         pass  # rank 0 has met the same
     except Exception as error:
         if (ranks := joined()) is not None and not is_transport(error):
-            ranks.fail(first_line(error))
+            ranks.store.set(FAILURE, f"process {ranks.rank}: {first_line(error)}")
             code = FAULT
     os._exit(code)  # nothing is left to do, and NCCL may wait for a process that is gone
 
@@ -95,18 +94,14 @@ def _follow(ranks: Ranks) -> None:
         if operation == "load":
             del target
             target = _shard(ranks, *arguments)
-        elif operation == "allocate":
-            target.reallocate(*arguments)
-        elif operation == "prefill":
-            prompt, rankings = arguments
-            target.cache.clear()
-            target.prefill(prompt, visual_rankings=rankings)
         elif operation == "generate":
             inputs, settings, seed = arguments
             torch.manual_seed(seed)
             target.model.generate(**inputs, **settings)
-        else:
+        elif operation == "step":
             _run_step(target, *arguments)
+        else:
+            getattr(target, operation)(*arguments)
 
 
 def _run_step(

@@ -179,7 +179,7 @@ class Target(TreeModel):
         embeddings: Tensor = self.text.module.get_input_embeddings()(prompt.tokens)
         return embeddings
 
-    def prefill(self, prompt: EncodedPrompt, *, visual_rankings: Sequence[VisualRanking] = ()) -> Prefilled:
+    def prefill(self, prompt: EncodedPrompt, visual_rankings: Sequence[VisualRanking] = ()) -> Prefilled:
         """Run a prompt through all layers into the empty cache, and rank its visual tokens."""
         rankings = visual_rankings if prompt.num_visual_tokens else ()
         if NEED_ATTENTION.isdisjoint(rankings):

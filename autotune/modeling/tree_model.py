@@ -18,6 +18,7 @@ from torch import Tensor
 from autotune.cost.table import ModelShape
 from autotune.documents.execution import EAGER
 from autotune.documents.subnet import VisualRanking
+from autotune.errors import UserError
 from autotune.modeling.attention import choose_attention
 from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.compiled_layers import CompiledLayers
@@ -140,6 +141,7 @@ class TreeModel(CachedModel):
             rankings: of its visual tokens, to which the other processes of the target contribute.
         """
         if self.ranks is not None:
+            self.cache.clear()
             self._taken_moves()  # of a request that has ended
             self.ranks.send("prefill", prompt, rankings)
         full_prompt = full_prompt or prompt
@@ -257,6 +259,8 @@ class TreeModel(CachedModel):
         self.ranks.send_step(layout, integers, self._taken_moves())
 
     def _compiled_layers(self) -> CompiledLayers:
+        if self.ranks is not None:
+            raise UserError("mode compiled merges weights, which several processes hold in parts; choose eager")
         return CompiledLayers.of(self.text)
 
     def paths(self, step: Step) -> Tensor:

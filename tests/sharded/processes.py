@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from autotune.drafters.checkpoint import load_draft
-from autotune.modeling.ranks import joined
 from autotune.modeling.sharded import lead_or_follow, load_target
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
@@ -24,6 +24,8 @@ from tests.cli.processes import PRELOADED
 from tests.families import FAMILIES, Family, load, load_processor, random_inputs, save
 
 NEW_TOKENS = 12
+sent: list[int] = []
+"""Bytes of each broadcast of this process for a request."""
 
 
 def start(number: int, work: Callable[..., None], *arguments: Any) -> list[BaseProcess]:
@@ -107,20 +109,25 @@ def replies(target: Target, folder: Path, requests: list[Request]) -> list[Reply
         key = repr((request.tree, request.visual_keep))
         if key not in decoders:
             decoders[key] = Decoder(target, draft, tree=request.tree, visual_keep=request.visual_keep)
-        ranks = joined()
-        before = (0, 0) if ranks is None else (ranks.num_broadcasts, ranks.num_bytes)
+        sent.clear()
         out = decoders[key].generate(
             **request.inputs, max_new_tokens=NEW_TOKENS, temperature=request.temperature, seed=5
         )
-        after = (0, 0) if ranks is None else (ranks.num_broadcasts, ranks.num_bytes)
         tokens = out.sequences[0, request.inputs["input_ids"].shape[1] :].tolist()
-        found.append(Reply(tokens, out.stats.target_forwards, after[0] - before[0], after[1] - before[1]))
+        found.append(Reply(tokens, out.stats.target_forwards, len(sent), sum(sent)))
     return found
 
 
 def decode_in_ranks(folder: Path) -> None:
     """Decode ``folder/requests`` in a process of torchrun; rank 0 writes the replies, or its error, beside them."""
     lead_or_follow()
+    broadcast = dist.broadcast
+
+    def counted(tensor: torch.Tensor, source: int) -> None:
+        sent.append(tensor.nbytes)
+        broadcast(tensor, source)
+
+    dist.broadcast = counted
     requests: list[Request] = pickle.loads((folder / "requests").read_bytes())
     try:
         content: Any = replies(load_target(str(folder / "target")), folder, requests)
