@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
@@ -16,7 +18,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from autotune.cli.main import main
 from autotune.drafters.checkpoint import load_draft
+from autotune.modeling import sharded
 from autotune.modeling.sharded import lead_or_follow, load_target
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
@@ -144,3 +148,38 @@ def replies_of_ranks(number: int, folder: Path, requests: list[Request]) -> Any:
         process.join(timeout=600)
         assert process.exitcode == 0
     return pickle.loads((folder / "replies").read_bytes())
+
+
+def _run_verb(folder: Path, arguments: list[str]) -> None:
+    """Run a verb, whose standard error is ``folder/error`` in rank 0, and a file that nobody expects in others."""
+    name = "error" if os.environ["RANK"] == "0" else "error of a follower"
+    with (folder / name).open("w", buffering=1) as sys.stderr:
+        main(arguments)
+
+
+def _record(folder: Path) -> None:
+    pair = ["--target", str(folder / "target"), "--draft", str(folder / "draft")]
+    _run_verb(folder, ["record", *pair, "--workload", "chat", "--prompts", "1", "-o", str(folder / "traces")])
+
+
+def other_version(folder: Path) -> None:
+    """Record where one process has another version of the package."""
+    if os.environ["RANK"] == "1":
+        sharded.version_of = lambda _: "0.0"
+    _record(folder)
+
+
+def failing_follower(folder: Path) -> None:
+    """Record where the other process fails in its first step."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("the memory is full")
+
+    sharded._run_step = fail
+    _record(folder)
+
+
+def killed_follower(folder: Path) -> None:
+    """Record where the other process is killed in its first step."""
+    sharded._run_step = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    _record(folder)

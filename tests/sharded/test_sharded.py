@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from autotune.cli import main
+from autotune.errors import UserError
 from autotune.evaluation.divergence import first_divergence
+from autotune.modeling.ranks import join
 from autotune.modeling.sharded import load_target
 from autotune.runtime.decoder import Decoder
 from tests.families import FAMILIES
 from tests.runtime.test_families import TREES
+from tests.sharded import processes
 from tests.sharded.processes import replies, replies_of_ranks, requests_of, save_family, with_heads
 
 CASES = {
@@ -61,3 +67,52 @@ def test_heads_that_do_not_divide_are_refused(tmp_path: Path, number: int, heads
     family = with_heads("llama", *heads)
     save_family(family, tmp_path)
     assert rule in replies_of_ranks(number, tmp_path, [])
+
+
+@pytest.mark.parametrize(
+    ("work", "rule"),
+    [
+        (processes.other_version, r"the processes of torchrun have different versions of autotune \(.*\); give every"),
+        (processes.failing_follower, "process 1: RuntimeError: the memory is full"),
+        (processes.killed_follower, "another process of torchrun has ended; run the same command again"),
+    ],
+)
+def test_one_line_says_why_the_processes_end(tmp_path: Path, work: Callable[[Path], None], rule: str) -> None:
+    save_family(FAMILIES["llama"], tmp_path)
+    started = processes.start(2, work, tmp_path)
+    for process in started:
+        process.join(timeout=120)
+        assert not process.is_alive()
+    (line,) = (tmp_path / "error").read_text().splitlines()
+    assert re.match(rf"autotune: {rule}", line)
+
+
+@pytest.mark.parametrize(
+    ("environment", "rule"),
+    [
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE is 2, and LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not set"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+            "each process needs a GPU of its own; got 2 processes for 1 GPUs",
+        ),
+    ],
+)
+def test_a_wrong_start_is_refused(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], rule: str) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UserError, match=rule):
+        join()
+
+
+def test_one_process_of_torchrun_is_an_ordinary_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    joins: list[None] = []
+    monkeypatch.setattr(main, "_join_ranks", lambda: joins.append(None))
+    for size, expected in (("1", 0), ("2", 1)):
+        monkeypatch.setenv("WORLD_SIZE", size)
+        with pytest.raises(SystemExit):
+            main.main(["run", "--help"])
+        assert len(joins) == expected
