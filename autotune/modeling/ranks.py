@@ -133,7 +133,7 @@ def failure(error: BaseException) -> str | None:
     return "another process of torchrun has ended; run the same command again" if is_transport(error) else None
 
 
-def join() -> Ranks:
+def join_ranks() -> Ranks:
     """Wait for the other processes of torchrun. Processes that this one starts do not belong to them.
 
     Raises:

@@ -15,7 +15,7 @@ from autotune.documents.provenance import DISTRIBUTION, version_of
 from autotune.errors import UserError, first_line
 from autotune.modeling.graph_runner import GraphKey
 from autotune.modeling.loading import DEVICE_MAP, META, Dtype, load_model, reference
-from autotune.modeling.ranks import FAILURE, Ranks, is_transport, join, joined
+from autotune.modeling.ranks import FAILURE, Ranks, is_transport, join_ranks, joined
 from autotune.modeling.step import Layout
 from autotune.modeling.target import Target
 from autotune.trees.limits import Ints
@@ -70,12 +70,12 @@ def lead_or_follow() -> None:
     leave all messages to it.
     """
     if os.environ.get("RANK", "0") == "0":
-        join()
+        join_ranks()
         return
     warnings.simplefilter("ignore")
     code = 0
     try:
-        _follow(join())
+        _follow(join_ranks())
     except UserError:
         pass  # rank 0 has met the same
     except Exception as error:

@@ -12,7 +12,7 @@ import torch
 from autotune.cli import main
 from autotune.errors import UserError
 from autotune.evaluation.divergence import first_divergence
-from autotune.modeling.ranks import join
+from autotune.modeling.ranks import join_ranks
 from autotune.modeling.sharded import load_target
 from autotune.runtime.decoder import Decoder
 from tests.families import FAMILIES
@@ -103,7 +103,7 @@ def test_a_wrong_start_is_refused(monkeypatch: pytest.MonkeyPatch, environment: 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(UserError, match=rule):
-        join()
+        join_ranks()
 
 
 def test_one_process_of_torchrun_is_an_ordinary_command(monkeypatch: pytest.MonkeyPatch) -> None:
