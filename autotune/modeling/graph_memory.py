@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -54,7 +53,7 @@ class CapturedForward:
     def __init__(self, layout: Layout, device: torch.device, reads: Sequence[Tensor] = ()) -> None:
         self._is_pinned = device.type == "cuda"
         self._input = torch.zeros(sum(layout.sizes), dtype=torch.int64, pin_memory=self._is_pinned)
-        self.integers: NDArray[np.int64] = self._input.numpy()
+        self.integers: NDArray[Any] = self._input.numpy()
         self.step = PackedStep.of(self.integers, layout)
         """The input, on the host."""
         self.on_device = torch.zeros(sum(layout.sizes), dtype=torch.int64, device=device)

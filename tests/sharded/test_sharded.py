@@ -40,6 +40,7 @@ def test_tokens_are_those_of_one_process(tmp_path: Path, case: str) -> None:
     alone = replies(load_target(str(tmp_path / "target")), tmp_path, requests)
     together = replies_of_ranks(number, tmp_path, requests)
     assert [reply.tokens for reply in together] == [reply.tokens for reply in alone]
+    assert [reply.forwards for reply in together] == [reply.forwards for reply in alone], "the draft kept other tokens"
     assert {reply.broadcasts - reply.forwards for reply in together} == {2}
     steps = sum(reply.forwards for reply in together)
     print(f"{steps / len(together):.1f} steps a request, {sum(r.num_bytes for r in together) / steps:.0f} bytes a step")
