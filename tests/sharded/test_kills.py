@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -47,6 +48,9 @@ def test_a_killed_process_ends_all_and_the_command_goes_on(tmp_path: Path, rank:
                 (tmp_path / "traces").rename(tmp_path / "whole")
                 continue
             time.sleep(duration * moment / (MOMENTS + 1))
+            if agent.poll() is not None:  # it has gone on to its end; the next moments are of another recording
+                shutil.rmtree(tmp_path / "traces")
+                continue
             ranks = sorted(_children(agent.pid))
             descendants = [child for process in ranks for child in _children(process)]
             if len(ranks) > rank:
