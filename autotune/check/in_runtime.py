@@ -17,10 +17,12 @@ from autotune.check.gates import Difference
 from autotune.check.versions import PACKAGE, Version, WorkerProcess, base_of
 from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import TUNED, DecodingProfile
+from autotune.errors import UserError
 from autotune.evaluation.divergence import divergences_from_plain
 from autotune.evaluation.runtime_arms import DecoderArm, RuntimeArms
 from autotune.files import content_key, sha256_of
 from autotune.machine.device import choose_device, fingerprint
+from autotune.modeling.ranks import joined
 from autotune.modeling.weight_files import save_tensors
 from autotune.runtime.load import load
 from autotune.workloads.workload import Workload
@@ -34,6 +36,10 @@ CHOICES = {"point", "mode", "capture_sizes", "threads", "prefill_threads", "prec
 class CheckedRuntime(CheckedBackend):
     def load(self) -> None:
         settings = self.settings
+        if settings.against and joined() is not None:
+            raise UserError(
+                "--against decodes in processes of one device; leave it out, or start the check without torchrun"
+            )
         self.decoder = load(
             settings.profile, device=choose_device(settings.device), dtype=settings.dtype, console=self.console
         )

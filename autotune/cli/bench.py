@@ -19,6 +19,7 @@ from autotune.workloads.formats import Format
 @options.workload
 @options.workload_format
 @options.chat_template_kwargs
+@options.device_map
 @options.num_prompts(32)
 @click.option(
     "--whole",

@@ -43,6 +43,7 @@ def reported_errors(junit: Path | None, github: bool) -> Iterator[None]:
 @click.argument("profile", type=click.Path(path_type=Path))
 @options.settings_options(CheckSettings)
 @options.chat_template_kwargs
+@options.device_map
 @options.engine_command
 @options.as_json
 def command(as_json: bool, **values: Any) -> None:

@@ -30,6 +30,8 @@ VERBS = (
 )
 CONTINUED = ("measure", "record", "search", "train")
 """Verbs that keep the work of an interrupted run, with which the same command continues."""
+SHARDED = ("search", "run", "serve", "bench", "check", "measure", "record")
+"""Verbs that several processes of torchrun run together, each with a part of the target."""
 
 
 class Commands(click.Group):
@@ -41,27 +43,29 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             raise click.UsageError(f"no such command {cmd_name!r}; {nearest(cmd_name, VERBS)}")
-        for name in CHATTY:
-            logging.getLogger(name).setLevel(logging.ERROR)
         command: click.Command = importlib.import_module(f"autotune.cli.{cmd_name}").command
         command.name = cmd_name
         return command
 
     def main(self, args: Sequence[str] | None = None, *_: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        for name in CHATTY:
+            logging.getLogger(name).setLevel(logging.ERROR)
         if not standalone_mode:  # the caller handles exceptions
             return super().main(args, prog_name="autotune", standalone_mode=False)
         _open_closed_streams()
         _end_by_signals()
         warnings.formatwarning = _in_one_line
+        verb = next((word for word in (sys.argv[1:] if args is None else args) if word in VERBS), "")
         try:
+            if verb in SHARDED and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+                _join_ranks()
             sys.exit(super().main(args, prog_name="autotune", standalone_mode=False) or 0)
         except click.exceptions.NoArgsIsHelpError as error:
             error.show()
             sys.exit(error.exit_code)
-        except click.Abort as abort:
-            verb = next((word for word in (sys.argv[1:] if args is None else args) if word in VERBS), "")
+        except (click.Abort, KeyboardInterrupt) as abort:
             _say("interrupted; run the same command to continue" if verb in CONTINUED else "interrupted")
-            sys.exit(128 + getattr(abort.__cause__, "number", signal.SIGINT))
+            sys.exit(128 + getattr(abort.__cause__ or abort, "number", signal.SIGINT))
         except Exception as error:
             _end(explained(error))
 
@@ -73,6 +77,14 @@ class Commands(click.Group):
         except BrokenPipeError:  # click would exit with 1, which is a regression
             _drop_output()
             raise click.exceptions.Exit(128 + signal.SIGPIPE) from None
+
+
+def _join_ranks() -> None:
+    """Run the verb together with the other processes of torchrun. Those that follow end at a signal, without a word."""
+    if os.environ.get("RANK", "0") != "0":
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+    importlib.import_module("autotune.modeling.sharded").lead_or_follow()
 
 
 def _in_one_line(message: Warning | str, *_: Any, **__: Any) -> str:
@@ -104,6 +116,8 @@ def _end(error: Exception) -> NoReturn:
 
 def _line_of(error: Exception) -> str | None:
     """The line for an error that the user can end."""
+    if (sharing := sys.modules.get("autotune.modeling.ranks")) is not None and (line := sharing.failure(error)):
+        return str(line)
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, click.UsageError):

@@ -18,6 +18,7 @@ from autotune.study.search_settings import SearchSettings
 @options.workload
 @options.workload_format
 @options.chat_template_kwargs
+@options.device_map
 @options.device
 @options.random_weights
 @click.option(

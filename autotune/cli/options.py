@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import types
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from autotune.documents.deployment import RUNTIME
 from autotune.documents.execution import check_capture_sizes
 from autotune.documents.option_fields import extra_of, option_name
 from autotune.errors import UserError, require
-from autotune.modeling.loading import Dtype
+from autotune.modeling.loading import DEVICE_MAP, Dtype
 from autotune.strict_parsing import parse_json
 from autotune.study.outputs import require_replaceable
 from autotune.workloads.chat import check_variables
@@ -140,6 +141,21 @@ chat_template_kwargs = click.option(
     help="Variables of the chat template, such as '{\"enable_thinking\": false}'; those of a workload's line come first.",
 )
 device = click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda:N.")
+
+
+def _spread_targets(_context: click.Context, _option: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        os.environ[DEVICE_MAP] = value  # the processes that a verb starts load the target likewise
+
+
+device_map = click.option(
+    "--device-map",
+    hidden=True,
+    type=click.Choice(["auto"]),
+    expose_value=False,
+    callback=_spread_targets,
+    help="auto: spread the layers of the target over all GPUs, one after the other, where torchrun is not used.",
+)
 random_weights = click.option(
     "--random-weights",
     is_flag=True,

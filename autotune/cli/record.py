@@ -27,6 +27,7 @@ from autotune.study.search_settings import SearchSettings
     "temperature",
 )
 @options.chat_template_kwargs
+@options.device_map
 @options.device
 @options.num_prompts(64)
 @options.output("traces", "Folder to write.")

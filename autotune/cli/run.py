@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus of the sampled tokens.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Random seed of the sampled tokens.")
 @options.chat_template_kwargs
+@options.device_map
 @options.device
 @options.profile_dtype
 @options.engine_command

@@ -19,6 +19,7 @@ DEMONSTRATION = "no --target: tuning the bundled demonstration `digits`; give --
 @click.command(cls=Verb, short_help="Find the fastest draft and token tree, or backend; write a profile.")
 @options.settings_options(SearchSettings)
 @options.chat_template_kwargs
+@options.device_map
 @options.loads
 @click.option("--plan", "is_plan", is_flag=True, help="Print what would be tried, its time and memory, and stop.")
 @options.verbose

@@ -26,6 +26,7 @@ from autotune.serve.settings import ServeSettings
     help="Key that requests give. Other users of the machine see it here, and not in the environment.",
 )
 @options.chat_template_kwargs
+@options.device_map
 @options.device
 @options.profile_dtype
 @options.as_json

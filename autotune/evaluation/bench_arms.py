@@ -39,6 +39,8 @@ def assisted(arms: RuntimeArms) -> Arm:
     """
     if (assistant := assistant_of(arms)) is None:
         raise UserError("the profile has no draft that generate takes as its assistant_model")
+    if arms.decoder.target.ranks is not None:
+        raise UserError("assisted generation of transformers drafts in every process; start it without torchrun")
     return HuggingFaceArm(HF_ASSISTED, arms, assistant)
 
 

@@ -26,6 +26,7 @@ from autotune.evaluation.divergence import quality
 from autotune.evaluation.runner import ArmRunner
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.host import limited_threads, now_ms
+from autotune.modeling.ranks import joined
 from autotune.modeling.vision_timing import timed_forwards, timed_vision
 from autotune.runtime.answer_keys import AnswerKeys
 from autotune.runtime.decoder import Decoder
@@ -298,6 +299,8 @@ def hf_generate(
         timed_forwards([model], model.device, first_only=True) as target,
         timed_forwards(drafts, model.device, first_only=True) as draft,
     ):
+        if (ranks := joined()) is not None:
+            ranks.send("generate", dict(inputs), {"max_new_tokens": max_new_tokens, **settings}, seed)
         started_ms = now_ms(model.device)
         try:
             sequences = model.generate(**inputs, max_new_tokens=max_new_tokens, streamer=clock, **settings, **assisted)

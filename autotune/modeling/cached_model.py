@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotune.documents.execution import COMPILED, EAGER, KV_LENGTH_STEP, rounded_capacity
+from autotune.documents.execution import COMPILED, EAGER, FIXED, KV_LENGTH_STEP, rounded_capacity
 from autotune.machine.device import check_room, free_memory
 from autotune.modeling.compiled_layers import CompiledLayers
 from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import GraphKey, GraphRunner, check_mode
 from autotune.modeling.masks import TreeMasks
+from autotune.modeling.ranks import Ranks
 from autotune.modeling.step import Draw, Evaluated, Layout, Step, padded_columns
 from autotune.trees.limits import Ints
 
@@ -35,6 +36,8 @@ class CachedModel(ABC):
     """
     draw: Draw | None = None
     """How captured steps of a draft draw proposals; None: they take the most probable ones."""
+    ranks: Ranks | None = None
+    """The processes that hold the model together; None: this one holds it whole."""
     _masks: TreeMasks
 
     @cached_property
@@ -105,6 +108,11 @@ class CachedModel(ABC):
         forward = self._latest = self.graph_runner.prepared(key, reads)
         forward.step.write(step, prefixes, windows, column_offsets, self.draw)
         forward.step.rows[:] = rows
+        if self.ranks is not None:  # the others have no features
+            layout = layout._replace(num_rows=len(rows) - bool(output_layers))
+            is_new = not forward.outputs
+            moves = self._taken_moves()
+            self.ranks.send_step(layout, forward.integers, moves, is_captured=self.mode != FIXED, is_new=is_new)
         self.graph_runner.launch(forward, partial(self._forward_over_buffers, key))
         return Evaluated(forward.outputs[0], forward.wait)
 
@@ -164,7 +172,18 @@ class CachedModel(ABC):
             doubled = KV_LENGTH_STEP << (capacity // KV_LENGTH_STEP - 1).bit_length()
             if self.kv_bytes_per_token * doubled <= MAX_DOUBLED_SHARE * (free_memory(self.device) + freed):
                 capacity = doubled
+        self.reallocate(capacity)
+
+    def reallocate(self, capacity: int) -> None:
+        """Replace cache and captures, also those of other processes."""
         for runner in self._graph_runners.values():
             runner.reset()
         self.cache.release()  # first, or both would be in memory
         self._allocate(capacity)
+        if self.ranks is not None:
+            self.ranks.send("reallocate", capacity)
+
+    def _taken_moves(self) -> list[int]:
+        """The moves of the cache since the last call."""
+        moves, self.cache.moves = self.cache.moves or [], []
+        return moves

@@ -53,7 +53,8 @@ class CapturedForward:
     def __init__(self, layout: Layout, device: torch.device, reads: Sequence[Tensor] = ()) -> None:
         self._is_pinned = device.type == "cuda"
         self._input = torch.zeros(sum(layout.sizes), dtype=torch.int64, pin_memory=self._is_pinned)
-        self.step = PackedStep.of(self._input.numpy(), layout)
+        self.integers: NDArray[Any] = self._input.numpy()
+        self.step = PackedStep.of(self.integers, layout)
         """The input, on the host."""
         self.on_device = torch.zeros(sum(layout.sizes), dtype=torch.int64, device=device)
         self.layout = layout

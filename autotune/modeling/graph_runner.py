@@ -73,6 +73,11 @@ class GraphRunner:
         graph_memory(self.device).drop(self._captured.values())
         self._captured.clear()
 
+    def forget(self, key: GraphKey) -> None:
+        """Drop the capture of a key, if there is one."""
+        if (forward := self._captured.pop(key, None)) is not None:
+            graph_memory(self.device).drop([forward])
+
     def prepared(self, key: GraphKey, reads: Sequence[Tensor] = ()) -> CapturedForward:
         """The forward pass with this key, whose input may be written. ``reads``: the memory at ``key.addresses``."""
         forward = self._captured.get(key)

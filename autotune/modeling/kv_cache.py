@@ -104,6 +104,10 @@ class SlabCache(Cache):  # type: ignore[misc]
         self.num_uncommitted = 0  # tokens of earlier steps of this round that the next forward pass may see
         self.slots: Tensor | None = None
         """Where the tokens of a captured step are written, [n] (see ``graph_runner.py``); set during the step."""
+        self.moves: list[int] | None = None
+        """Where other processes hold parts of the same cache: what ``keep`` has moved and they have not; for each call
+        the length, the number of slots and the slots.
+        """
         self._slab_of = list(zip(devices, shapes or [None] * len(devices), strict=True))
         """Key of each layer's slabs."""
         self._slabs: dict[tuple[torch.device | None, KVShape | None], tuple[Tensor, Tensor]] = {}
@@ -197,6 +201,8 @@ class SlabCache(Cache):  # type: ignore[misc]
         others.
         """
         if slots and slots != list(range(len(slots))):
+            if self.moves is not None:
+                self.moves += [self.length, len(slots), *slots]
             kept = np.array(slots) + self.length
             for slab in itertools.chain(*self._slabs.values()):
                 slab[:, :, :, self.length : self.length + len(slots)] = select(slab, kept, 3)

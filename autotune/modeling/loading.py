@@ -39,6 +39,8 @@ MTP_SUFFIX = ":mtp"
 """Ends the name of a draft that is the multi-token prediction head of a target's own checkpoint: ``FOLDER:mtp``."""
 Dtype = Literal["float32", "bfloat16", "float16"]
 """Data types in which a model can be loaded (``--dtype``)."""
+DEVICE_MAP = "AUTOTUNE_DEVICE_MAP"
+"""Variable of the environment: ``auto`` where targets are spread over all GPUs (``--device-map``)."""
 META = "meta"
 """Torch's device for tensors without content."""
 DEFAULT_DRAFTS = (*BUNDLED_DRAFTS, RETRIEVAL)
@@ -128,6 +130,8 @@ def load_model(
     device: str = "cpu",
     dtype: Dtype | None = None,
     random_weights: bool = False,
+    num_shards: int = 1,
+    device_map: str | None = None,
     console: Console | None = None,
 ) -> Any:
     """Load a model for inference. GGUF weights are dequantized.
@@ -136,10 +140,13 @@ def load_model(
         device: ``meta`` for a model of sizes without weights, with ``random_weights``.
         dtype: None: the checkpoint's; of GGUF files bfloat16 where the device multiplies it natively.
         random_weights: make the weights at random. Only the config is needed, and latency does not depend on weights.
+        num_shards: processes of ``torch.distributed`` that divide the layers (``_tensor_plan``).
+        device_map: ``auto`` spreads the layers over all GPUs; None: the model is on ``device``.
         console: is told what was done to a GGUF file.
 
     Raises:
-        UserError: transformers cannot load it, it does not fit on the device, or it cannot run there in ``dtype``.
+        UserError: transformers cannot load it or divide it, it does not fit on the device, or it cannot run there in
+            ``dtype``.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -170,13 +177,20 @@ def load_model(
         if device != META:
             is_packed = is_quantized and not is_dense_once_loaded(usable_quantizer(config, name=name, device=device))
             packed_bytes = sum(path.stat().st_size for path in files) if is_packed else 0
-            weights = packed_bytes or _weight_bytes(factory, config, options)
-            check_room(device, {"weights": weights}, what=name, advice="free some, or load a smaller model")
+            empty = _without_weights(factory, config, options)
+            if num_shards > 1:
+                options["distributed_config"] = _tensor_plan(
+                    empty, name, num_shards, is_whole=not (gguf or is_quantized)
+                )
+            weights = packed_bytes or _weight_bytes(empty, num_shards)
+            if device_map is None:
+                check_room(device, {"weights": weights}, what=name, advice="free some, or load a smaller model")
+            options |= {"device_map": device_map or {"": device}} if num_shards == 1 else {}
         if random_weights:
             with torch.device(device):  # a processor takes minutes for billions of weights
                 model = factory.from_config(config, dtype=options.get("dtype", config.dtype)).to(device)
         else:
-            model = _with_weights(factory, source, options, name=name, device=device)
+            model = _with_weights(factory, source, options, name=name)
     choose_attention(device)
     model.eval().requires_grad_(False)
     if device != META:
@@ -198,14 +212,13 @@ def _dequantized(
     return {**gguf, **dense, "dtype": _gguf_dtype(name, gguf["gguf_file"], device, dtype, console)}
 
 
-def _with_weights(factory: Any, source: str, options: dict[str, Any], *, name: str, device: str) -> Any:
-    """The model with the weights of its checkpoint. They go straight to the device: the host never holds all weights of
-    a GPU, and some quantized models cannot be moved.
+def _with_weights(factory: Any, source: str, options: dict[str, Any], *, name: str) -> Any:
+    """The model with the weights of its checkpoint. They go straight to their devices: the host never holds all weights
+    of a GPU, and some quantized models cannot be moved.
     """
     model, info = factory.from_pretrained(
         source,
         output_loading_info=True,
-        device_map={"": device},
         ignore_mismatched_sizes=True,  # ``check_weights`` names them
         trust_remote_code=False,
         **options,
@@ -304,13 +317,60 @@ def _is_vlm(config: Any) -> bool:
     return config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 
-def _weight_bytes(factory: Any, config: Any, options: Mapping[str, Any]) -> int:
-    """Bytes of the weights of a model, which is not made, in the data type of ``options`` or its config."""
+def _without_weights(factory: Any, config: Any, options: Mapping[str, Any]) -> Any:
+    """A model without content, in the data type of ``options`` or its config."""
     import torch
 
     with torch.device("meta"):
-        empty = factory.from_config(config, dtype=options.get("dtype", config.dtype))
-    return sum(parameter.numel() * parameter.element_size() for parameter in empty.parameters())
+        return factory.from_config(config, dtype=options.get("dtype", config.dtype))
+
+
+def _weight_bytes(empty: Any, num_shards: int) -> int:
+    """Bytes of the weights of a process that holds a share of the layers and all else."""
+    from autotune.modeling.text_model import text_model_of
+
+    whole = sum(parameter.nbytes for parameter in empty.parameters())
+    if num_shards == 1:
+        return whole
+    layers = sum(parameter.nbytes for layer in text_model_of(empty).layers for parameter in layer.parameters())
+    return whole - layers + layers // num_shards
+
+
+def _tensor_plan(empty: Any, name: str, num_shards: int, *, is_whole: bool) -> Any:
+    """How transformers divides the layers of a text model among processes. Embeddings, vision tower and output head
+    stay whole, because drafts read them in one process.
+
+    Args:
+        empty: the model, without content.
+        is_whole: its weights are neither quantized nor of a GGUF file.
+
+    Raises:
+        UserError: the weights cannot be divided, transformers has no plan, or the heads cannot be divided.
+    """
+    from transformers.distributed import DistributedConfig
+
+    from autotune.modeling.text_model import text_model_of
+
+    text = text_model_of(empty)
+    if not is_whole or text.has_states:
+        kind = "with recurrent or convolution states" if is_whole else "quantized, or of a GGUF file"
+        raise UserError(f"{name}: a target {kind} is not divided among processes; load it without torchrun")
+    plan = {module: style for module, style in empty.tp_plan.items() if ".layers." in f".{module}"}
+    if not plan:
+        raise UserError(
+            f"{name}: transformers cannot divide models of type {text.config.model_type} among processes; give a model with "
+            "a tensor-parallel plan, or load it without torchrun"
+        )
+    heads = {text.config.num_attention_heads, *(shape[0] for shape in text.kv_shapes if shape is not None)}
+    if undivided := sorted(number for number in heads if number % num_shards):
+        common = [number for number in range(2, min(heads) + 1) if all(count % number == 0 for count in heads)]
+        raise UserError(
+            f"{name}: {num_shards} processes do not divide its {undivided[0]} attention heads; start "
+            f"{' or '.join(map(str, common)) or 'one'} of them (--nproc-per-node)"
+        )
+    return DistributedConfig(
+        tp_size=num_shards, tp_plan={module: "replicate" for module in empty.tp_plan if module not in plan}
+    )
 
 
 def load_tokenizer(name: str) -> Any | None:

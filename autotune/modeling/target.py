@@ -179,7 +179,7 @@ class Target(TreeModel):
         embeddings: Tensor = self.text.module.get_input_embeddings()(prompt.tokens)
         return embeddings
 
-    def prefill(self, prompt: EncodedPrompt, *, visual_rankings: Sequence[VisualRanking] = ()) -> Prefilled:
+    def prefill(self, prompt: EncodedPrompt, visual_rankings: Sequence[VisualRanking] = ()) -> Prefilled:
         """Run a prompt through all layers into the empty cache, and rank its visual tokens."""
         rankings = visual_rankings if prompt.num_visual_tokens else ()
         if NEED_ATTENTION.isdisjoint(rankings):
@@ -194,6 +194,8 @@ class Target(TreeModel):
                     scores[ranking] = visual_scores(ranking, prompt.tokens, prompt.is_visual, attention)
 
         with observed_attention(self.text, rank_by_last_layer):
-            logits = self.prefill_prompt(prompt, in_one_pass=True)
+            logits = self.prefill_prompt(prompt, in_one_pass=True, rankings=rankings)
         assert scores, "the last layer with attention did not use the attention interface"
+        if self.ranks is not None:  # each process has seen as many heads
+            scores = {ranking: self.ranks.mean(of_ranking) for ranking, of_ranking in scores.items()}
         return Prefilled(prompt, logits, scores)

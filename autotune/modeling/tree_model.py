@@ -18,6 +18,8 @@ from torch import Tensor
 
 from autotune.cost.table import ModelShape
 from autotune.documents.execution import EAGER
+from autotune.documents.subnet import VisualRanking
+from autotune.errors import UserError
 from autotune.modeling.attention import choose_attention
 from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.compiled_layers import CompiledLayers
@@ -29,7 +31,7 @@ from autotune.modeling.kv_cache import new_cache
 from autotune.modeling.masks import LayerMasks, TreeMasks, by_layer_type
 from autotune.modeling.prompt import Encoded, EncodedPrompt, encode
 from autotune.modeling.quantization import unquantized, weight_bytes
-from autotune.modeling.step import LAST, Evaluated, PackedStep, Step, best_tokens
+from autotune.modeling.step import LAST, Evaluated, Layout, PackedStep, Step, best_tokens, padded_columns
 from autotune.modeling.text_model import TextModel, text_model_of
 from autotune.modeling.tree_attention import additive_mask, captured_attention
 from autotune.modeling.vision_timing import vision_layers, vision_parts
@@ -63,10 +65,7 @@ class TreeModel(CachedModel):
     def use_text(self, text: TextModel) -> None:
         """Take another view of the same text model, with other windows; the cache is emptied."""
         self.text = text
-        for runner in self._graph_runners.values():
-            runner.reset()
-        self.cache.release()
-        self._allocate(DEFAULT_CAPACITY)
+        self.reallocate(DEFAULT_CAPACITY)
 
     def _allocate(self, capacity: int) -> None:
         text = self.text
@@ -120,7 +119,7 @@ class TreeModel(CachedModel):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return self.text.kv_bytes_per_token
+        return self.text.kv_bytes_per_token // (1 if self.ranks is None else self.ranks.size)
 
     def reserve(self, num_tokens: int) -> None:
         super().reserve(num_tokens)
@@ -136,7 +135,12 @@ class TreeModel(CachedModel):
         return encode(self.model, self.text, inputs)
 
     def prefill_prompt(
-        self, prompt: EncodedPrompt, *, full_prompt: EncodedPrompt | None = None, in_one_pass: bool = False
+        self,
+        prompt: EncodedPrompt,
+        *,
+        full_prompt: EncodedPrompt | None = None,
+        in_one_pass: bool = False,
+        rankings: Sequence[VisualRanking] = (),
     ) -> Tensor:
         """Run a prompt through all layers into the empty cache; returns the logits after its last token, [vocabulary].
 
@@ -146,7 +150,12 @@ class TreeModel(CachedModel):
         Args:
             full_prompt: the prompt before tokens were pruned. Later tokens take the positions after it.
             in_one_pass: do not read in chunks.
+            rankings: of its visual tokens, to which the other processes of the target contribute.
         """
+        if self.ranks is not None:
+            self.cache.clear()
+            self._taken_moves()  # of a request that has ended
+            self.ranks.send("prefill", prompt, rankings)
         full_prompt = full_prompt or prompt
         in_one_pass = in_one_pass or prompt.mask is not None or bool(prompt.extra) or self.has_states
         if in_one_pass or len(prompt) <= PREFILL_CHUNK:
@@ -162,7 +171,7 @@ class TreeModel(CachedModel):
         if self.output_layers:
             self.features.release()
             self.features.write({layer: states[-1:] for layer, states in self.hidden.items()})
-        return self.text.logits(last)[0]
+        return self._logits(last)[0]
 
     def _read(self, prompt: EncodedPrompt) -> Tensor:
         """Append a prompt, or a part of one, to the cache; returns the final hidden state of its last token, [1,
@@ -228,9 +237,7 @@ class TreeModel(CachedModel):
             rows[:num_axes] = positions
             if self.output_layers:
                 rows[num_axes] = self.features.next_pass(self.output_layers, len(step.tokens))
-            prefixes = np.full(len(self._masks.windows), self.cache.length)
-            windows = np.array([window or 0 for window in self._masks.windows.values()])
-            return self._run_captured(step, prefixes, windows, column_offsets, rows, self.output_layers)
+            return self._run_captured(step, *self._prefixes_and_windows(), column_offsets, rows, self.output_layers)
         # A single token directly after the prefix needs no mask.
         mask = None
         if len(column_offsets) > 1:
@@ -240,12 +247,32 @@ class TreeModel(CachedModel):
             attention_of_steps(self.text.config) if self.text.has_grouped_queries else nullcontext(),
             self.cache.forward_pass(step.num_uncommitted, is_final=step.is_final),
         ):
+            if self.ranks is not None:
+                self._send_eager(step, column_offsets, positions)
             final = self._run_step(to_device(step.tokens, self.device), to_device(positions, self.device), mask)
         if self.output_layers:
             self.features.write(self.hidden)
         return Evaluated(self._logits(final if step.only is None else final[step.only : step.only + 1]))
 
+    def _prefixes_and_windows(self) -> tuple[Ints, Ints]:
+        """Length of the prefix and attention window for each mask."""
+        windows = np.array([window or 0 for window in self._masks.windows.values()])
+        return np.full(len(windows), self.cache.length), windows
+
+    def _send_eager(self, step: Step, column_offsets: Ints, positions: Ints) -> None:
+        """Let the other processes run an eager step, which they do over its packed form."""
+        assert self.ranks is not None
+        num_columns = padded_columns(step.tree_mask.shape[1], 0)
+        layout = Layout(len(step.tokens), num_columns, len(self._masks.windows), len(positions))
+        integers = np.zeros(sum(layout.sizes), np.int64)
+        packed = PackedStep.of(integers, layout)
+        packed.write(step, *self._prefixes_and_windows(), column_offsets)
+        packed.rows[:] = positions
+        self.ranks.send_step(layout, integers, self._taken_moves())
+
     def _compiled_layers(self) -> CompiledLayers:
+        if self.ranks is not None:
+            raise UserError("mode compiled merges weights, which several processes hold in parts; choose eager")
         return CompiledLayers.of(self.text)
 
     def paths(self, step: Step) -> Tensor:
@@ -277,7 +304,9 @@ class TreeModel(CachedModel):
         return self._result(key, step, logits), logits
 
     def _logits(self, final: Tensor) -> Tensor:
-        """Logits [n, vocabulary] of final hidden states [n, hidden]."""
+        """Logits [n, vocabulary] of final hidden states [n, hidden]; only rank 0 reads them."""
+        if self.ranks is not None and self.ranks.rank > 0:
+            return final[:, :1]
         return self.text.logits(final)
 
     def _result(self, key: GraphKey, step: PackedStep, logits: Tensor) -> Tensor:

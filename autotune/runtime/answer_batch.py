@@ -29,9 +29,9 @@ difference seen in answers of the bundled target was 10 times the precision.
 def can_batch(target: Target, request: Request) -> bool:
     """Whether a request can be decoded in a batch: it is greedy, and nothing but its length and end tokens stops it. In
     half precision and with quantized weights too many tokens are near ties. Padding would enter the states of a hybrid
-    model.
+    model. Other processes of a target hold no rows.
     """
-    is_exact = target.text.is_exact and not target.has_states
+    is_exact = target.text.is_exact and not target.has_states and target.ranks is None
     return is_exact and request.sampler.is_greedy and not request.call.stops
 
 

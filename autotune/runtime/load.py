@@ -15,7 +15,8 @@ from autotune.drafters.checkpoint import load_draft
 from autotune.errors import NotComparable, UserError, errors_about
 from autotune.machine.device import choose_device, fingerprint, gib
 from autotune.modeling.hub import profile_file
-from autotune.modeling.loading import Dtype, load_model, load_processor, reference
+from autotune.modeling.loading import Dtype, load_processor, reference
+from autotune.modeling.sharded import load_target
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import DEFAULT_CONTEXT_TOKENS, Decoder
 from autotune.runtime.points import as_draft
@@ -52,10 +53,11 @@ def load(
         document = DecodingProfile.load(path).located(path)
     here = choose_device(device) if target is None else str(target.device)
     is_tuned_here = _is_tuned_on(here, document, source, strict=strict)
-    if (model := target) is None:
+    if target is not None:
+        loaded = Target(target)
+    else:
         options: dict[str, Any] = {"dtype": dtype or document.dtype, "console": console}
-        model = load_model(_checked_id(document.target, source), device=here, **options)
-    loaded = Target(model)
+        loaded = load_target(_checked_id(document.target, source), device=here, **options)
     if (precision := loaded.text.precision) != document.precision:
         message = f"{source}: tuned in {document.precision}, loaded in {precision}"
         warnings.warn(f"{message}; the speedup may differ", stacklevel=2)
@@ -106,10 +108,10 @@ def decoder_for(
     profile: DecodingProfile, target: Target, draft: Any, *, processor: Any = None, is_tuned_here: bool = True
 ) -> Decoder:
     """The decoder of a profile whose models are loaded. Numbers of threads are those of the device that it was tuned
-    on; on another one, captured forward passes run in mode ``auto``.
+    on; on another one, and in several processes, captured forward passes run in mode ``auto``.
     """
     draft, mode = as_draft(draft, target), profile.mode
-    if mode in CAPTURED and not is_tuned_here:
+    if mode in CAPTURED and not (is_tuned_here and target.ranks is None):
         mode = decoding_mode(AUTO, target, [draft])
     return configured_decoder(
         target,

@@ -21,9 +21,9 @@ from autotune.files import content_key
 from autotune.machine.device import fingerprint, free_memory, usable_threads
 from autotune.machine.worker_pool import MAX_WORKERS, WorkerPool
 from autotune.modeling.host import limited_threads
-from autotune.modeling.loading import META, Dtype, load_model, load_processor, reference
+from autotune.modeling.loading import META, Dtype, load_processor, reference
 from autotune.modeling.quantization import quantization_versions, weight_bytes
-from autotune.modeling.target import Target
+from autotune.modeling.sharded import load_target
 from autotune.runtime.answer_keys import SOFTWARE, AnswerKeys
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.preparation import decoding_mode
@@ -81,7 +81,7 @@ class ModelPool:
         self.device_name = device
         self.processor = load_processor(target, or_bundled=random_weights)
         options: dict[str, Any] = {"dtype": dtype, "random_weights": random_weights, "console": console}
-        self.target = Target(load_model(target, device=META if sizes_alone else device, **options))
+        self.target = load_target(target, device=META if sizes_alone else device, **options)
         self.answer_keys = AnswerKeys(self.target, self.processor)
         self.device = fingerprint(device)
         self._subnets: dict[DraftVariant, LoadedDraft] = {}
@@ -123,9 +123,9 @@ class ModelPool:
 
     def worker_limits(self, jobs: int | None) -> tuple[int, int]:
         """Number of workers in addition to this process, and of CPU threads for each, as far as memory allows; no
-        workers on an accelerator.
+        workers on an accelerator, or where other processes hold parts of the target.
         """
-        if self.device_name != "cpu":
+        if self.device_name != "cpu" or self.target.ranks is not None:
             return 0, self.num_cores
         own_bytes = self.target_bytes + self.draft_bytes + PROCESS_BYTES
         num_fitting = 1 + int(MEMORY_SHARE * free_memory("cpu") / own_bytes)
@@ -189,6 +189,7 @@ class ModelPool:
         documents += [list(self.capture_sizes)] if self.capture_sizes else []
         documents += [self.mode, STEPS_VERSION] if self.mode != EAGER else []
         documents += quantization_versions(self.target.text.quantization)
+        documents += [] if self.target.ranks is None else [f"{self.target.ranks.size} processes"]
         return content_key(documents)
 
 

@@ -5,6 +5,7 @@ anything.
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -48,6 +49,12 @@ def decoding_mode(mode: str, target: Target, drafts: Iterable[Draft | None]) -> 
     chosen = check_mode(mode, target.device, target.num_devices, has_states=has_states)
     if mode != AUTO or chosen != CUDA_GRAPH:
         return chosen
+    if target.ranks is not None:
+        warnings.warn(
+            f"steps run eagerly, because captured steps of {target.ranks.size} processes were not measured",
+            stacklevel=2,
+        )
+        return EAGER
     if target.captured_steps is None:
         with Ownership(target):
             target.captured_steps = compare_captured_steps(target)

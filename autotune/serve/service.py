@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from autotune.errors import UserError
+from autotune.modeling.ranks import failure
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.metrics import PrometheusMetrics
 from autotune.serve.answer_text import AnswerText
@@ -204,6 +205,8 @@ class DecoderService(threading.Thread):
             job.send(error)
         except Exception as error:
             logger.exception("a request failed")
+            if failure(error) is not None:  # another process of the target has ended
+                self.failure = error
             with suppress(Exception):
                 self._is_broken = True
                 self._is_broken = self._self_test() != self._expected

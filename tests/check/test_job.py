@@ -26,6 +26,7 @@ from autotune.evaluation.arms import Arm
 from autotune.evaluation.runtime_arms import DecoderArm
 from autotune.files import read_lines
 from autotune.machine.device import fingerprint
+from autotune.modeling import sharded
 from autotune.modeling.loading import reference
 from autotune.runtime import generate_args
 from autotune.runtime import load as loading
@@ -136,8 +137,8 @@ def test_in_reduced_precision_a_near_tie_passes_and_is_reported(
     NUM = 8
     prompts = [{"prompt": f"Go on with number {n}.", "split": "evaluate", "max_new_tokens": 60} for n in range(NUM)]
     write_workload(world, prompts)
-    load_model = loading.load_model
-    monkeypatch.setattr(loading, "load_model", lambda name, **options: load_model(name, **options).bfloat16())
+    load_model = sharded.load_model
+    monkeypatch.setattr(sharded, "load_model", lambda name, **options: load_model(name, **options).bfloat16())
     result = check("lossless.json", num_prompts=NUM)
     (workload,) = result.workloads
     assert workload.identical_outputs < NUM == workload.num_prompts, "nothing differs: the test proves nothing"
@@ -305,7 +306,7 @@ def test_a_base_with_another_target_precision_or_device_is_not_comparable(
     target = DecodingProfile.load(world / "lossless.json").target.model_copy(update={"sha256": "f" * 64})
     fields = {"target": {"target": target}, "precision": {"precision": "bfloat16"}, "device": {"hardware": DEVICE}}
     changed(world, "base.json", **fields[aspect])
-    monkeypatch.setattr(loading, "load_model", None)
+    monkeypatch.setattr(loading, "load_target", None)
     message = rf"--against base.json: its {aspect} is .*; compare profiles with the same {aspect}"
     with pytest.raises(NotComparable, match=message):
         check("lossless.json", against="base.json")
