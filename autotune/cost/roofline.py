@@ -313,9 +313,7 @@ def estimate_table(
         drafts=[
             DraftCosts(
                 draft=draft,
-                heads=subnet.heads,
-                vocabulary=subnet.vocabulary,
-                weights=subnet.weights,
+                subnet=subnet.of_price,
                 shape=shape,
                 draft_first=_surface(shape, of_drafts, tokens, mode),
                 draft_level=_surface(shape, of_drafts, tokens, mode),
