@@ -13,7 +13,6 @@ import torch
 
 from autotune.check.checked import CheckedBackend, Side
 from autotune.check.comparison import CHECKS, require_comparable
-from autotune.check.gates import Difference
 from autotune.check.versions import PACKAGE, Version, WorkerProcess, base_of
 from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import TUNED, DecodingProfile
@@ -58,9 +57,10 @@ class CheckedRuntime(CheckedBackend):
 
     def differences(
         self, workload: Workload, runs: Sequence[Decoded], plain: Sequence[Decoded]
-    ) -> Sequence[Difference]:
+    ) -> tuple[dict[str, str], bool]:
         divergences = divergences_from_plain(self.tuned, workload.prompts, runs, plain)
-        return [Difference(prompt, str(where), where.is_near_tie) for prompt, where in divergences.items()]
+        is_rounding = all(where.is_near_tie for where in divergences.values())
+        return {prompt: str(where) for prompt, where in divergences.items()}, is_rounding
 
     @contextmanager
     def sides(self, folder: Path) -> Iterator[tuple[Side, Side]]:

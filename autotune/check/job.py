@@ -30,7 +30,6 @@ def run_check(settings: CheckSettings, console: Console, restore: Restore) -> Ch
     Args:
         restore: finds the engine of a profile that is not the runtime's.
     """
-    settings.require_consistent()
     profile = DecodingProfile.load(settings.profile)
     names = settings.workloads or [workload_beside(settings.profile, profile.workload.name)]
     workloads = [_evaluated(name, profile, settings) for name in names]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.documents.decoding_profile import ALL, AR, DecodingProfile
+from autotune.documents.decoding_profile import ALL, DecodingProfile
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
 from autotune.evaluation.summary import bootstrap_product
@@ -168,12 +168,9 @@ def _figures(a: HeldOut, b: HeldOut, tasks: Mapping[str, str]) -> dict[str, dict
 
 
 def _held_out(profile: DecodingProfile) -> HeldOut:
-    """Times of plain decoding that the profile does not have by prompt are those of its mean speed."""
-    evidence = profile.evidence
-    mean_ms = [1e3 / arm.tokens_per_second for arm in evidence.compared if arm.name == AR]
     return {
         run.prompt_sha256: [run.new_tokens - 1, run.rounds, run.decode_ms, ms * (run.new_tokens - 1)]
-        for run, ms in zip(evidence.prompts, evidence.plain_token_ms or mean_ms * len(evidence.prompts), strict=False)
+        for run, ms in zip(profile.evidence.prompts, profile.evidence.plain_token_ms, strict=False)
         if run.new_tokens > 1
     }
 
