@@ -23,9 +23,9 @@ WEIGHTS = (".safetensors", ".bin")  # suffixes
 OWN, DFLASH = "own", "dflash"  # kinds of a draft of this project, and of one that engines alone run
 
 
-def default_workload(target: str) -> str:
+def default_workload(target: str, *, has_config: bool = True) -> str:
     """The prompts for a target: those of a packaged model or of the bundled pair; for other targets the shipped ones,
-    with images where the target's config has a vision model.
+    with images where the target's config has a vision model. Without ``has_config`` only an engine reads the target.
 
     Raises:
         UserError: as ``resolve``.
@@ -34,7 +34,7 @@ def default_workload(target: str) -> str:
         return target
     if target in bundled_models():
         return DEFAULT_PAIR
-    return ",".join(SHIPPED if "vision_config" in sizes_of(target)[1] else TEXTS)
+    return ",".join(SHIPPED if has_config and "vision_config" in sizes_of(target)[1] else TEXTS)
 
 
 def default_drafts(target: str) -> tuple[str, ...]:

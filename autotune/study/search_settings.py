@@ -23,14 +23,13 @@ from autotune.documents.search_space import SearchSpace
 from autotune.errors import UserError, nearest
 from autotune.files import WORKSPACE, Document, require_writable
 from autotune.machine.device import check_supported, choose_device, fingerprint, gpu_fault, local_devices, local_gpus
-from autotune.modeling.gguf import PACKAGED
-from autotune.modeling.loading import BUNDLED_TARGET, Dtype, bundled_models
+from autotune.modeling.loading import BUNDLED_TARGET, Dtype
 from autotune.modeling.target_defaults import default_drafts, default_workload
 from autotune.study.outputs import choose_output, settings_key
 from autotune.study.spaces import space_path
 from autotune.study.storage import PROFILE, STUDY, storage_url, study_folder
 from autotune.workloads.formats import Format
-from autotune.workloads.workload import TEXTS, Workload, WorkloadSplit, load_workload
+from autotune.workloads.workload import Workload, WorkloadSplit, load_workload
 
 OF_NO_RESULT = {"output", "table", "folder", "jobs", "storage", "wait_until_idle_s"}
 """Settings with which a search stays the same one."""
@@ -158,11 +157,10 @@ class SearchSettings(Document):
             target, backends = backends[0].partition("=")[2] or target, ()
         values = {**values, "target": target, "backends": backends}
         drafts, workload = values.get("drafts") or (), values.get("workload")
-        if not backends or any(name.partition("=")[0] == RUNTIME for name in backends):
+        is_of_runtime = not backends or any(name.partition("=")[0] == RUNTIME for name in backends)
+        if is_of_runtime:
             drafts = drafts or default_drafts(target)
-            workload = workload or default_workload(target)
-        is_known = target in PACKAGED or target in bundled_models()
-        workload = workload or (default_workload(target) if is_known else ",".join(TEXTS))
+        workload = workload or default_workload(target, has_config=is_of_runtime)
         return {
             "has_default_drafts": not values.get("drafts"),
             **values,
