@@ -195,13 +195,12 @@ class Comparison:
         ]
         sides = {"base": self.base, "head": self.head}
         arms = [LaunchedArm(name, side) for name, side in sides.items()]
-        deadline = time.monotonic() + budget_s
+        limit = TimeLimit(time.monotonic() + budget_s, PAIRS_PER_LAUNCH)  # the first launch tells how long others take
         stage = self.backend.console.stage(f"pairs of {checked.workload.name}", self.design.max_pairs)
         with stage as update, arms[0], arms[1]:
             arms[0].rivals = arms[1].rivals = arms.copy()
-            time_limit = TimeLimit(deadline, PAIRS_PER_LAUNCH)  # the first launch tells how long the others take
             measured = race(
-                runner, arms, prompts, rule, time_limit=time_limit, seed=self.backend.settings.seed, report=update
+                runner, arms, prompts, rule, time_limit=limit, seed=self.backend.settings.seed, report=update
             )
         for name, reason in measured.failed.items():
             raise UserError(f"the {name}, {sides[name].label}, cannot go on: {reason}")

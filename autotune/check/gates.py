@@ -128,8 +128,7 @@ def if_repeatable(gate: Gate, runs: Sequence[Decoded], decode_again: Callable[[]
     """A gate on the counts of runs, or a skipped one if it has failed and the counts differ when decoded again."""
     if gate.verdict != "failed":
         return gate
-    pairs = zip(runs, decode_again(), strict=True)
-    changed = [run.prompt for run, again in pairs if work_of(run) != work_of(again)]
+    changed = [run.prompt for run, again in zip(runs, decode_again(), strict=True) if work_of(run) != work_of(again)]
     if not changed:
         return gate
     shown = f"{len(changed)} of {len(runs)} prompts have other counts when decoded again ({', '.join(changed[:3])})"

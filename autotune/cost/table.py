@@ -183,8 +183,11 @@ class CostTable(Document, kind="cost-table", version=3, made_by="autotune measur
     @property
     def parts(self) -> dict[str, Surface | PrefillCost | Overhead]:
         """Everything measured, by name."""
-        parts: dict[str, Surface | PrefillCost | Overhead]
-        parts = {"decode": self.decode, "verify": self.verify, "prefill": self.prefill}
+        parts: dict[str, Surface | PrefillCost | Overhead] = {
+            "decode": self.decode,
+            "verify": self.verify,
+            "prefill": self.prefill,
+        }
         for costs in self.drafts:
             for name in ("draft_first", "draft_level", "prefill"):
                 parts[f"{costs.name}: {name}"] = getattr(costs, name)

@@ -300,8 +300,7 @@ class SearchSpace(Document, kind="search-space"):
         axes = self.values(policy)
         if len(axes) < len(self.trees[policy]) or math.prod(map(len, axes.values())) > MAX_ENUMERATED:
             return None
-        points = itertools.product(*axes.values())
-        trees = [ordered(policy, dict(zip(axes, values, strict=True))) for values in points]
+        trees = [ordered(policy, dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
         return list({content_key(tree): tree for tree in trees}.values())
 
     def sweep(self, policy: str, count: int, seed: int, *, first: int = 0) -> list[Tree]:

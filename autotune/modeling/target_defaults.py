@@ -81,8 +81,10 @@ def has_own_head(folder: Path, sizes: Mapping[str, Any]) -> bool:
     if not (folder / INDEX).is_file():
         return is_promised
     after_the_last = f"layers.{sizes.get('num_hidden_layers')}."
-    names = read_json(folder / INDEX).get("weight_map", {})
-    return any("mtp." in name or (is_promised and after_the_last in name) for name in names)
+    return any(
+        "mtp." in name or (is_promised and after_the_last in name)
+        for name in read_json(folder / INDEX).get("weight_map", {})
+    )
 
 
 def _folders(target: str) -> Mapping[str, Path]:

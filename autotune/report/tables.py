@@ -37,12 +37,17 @@ def decoding_table(profile: DecodingProfile) -> Table:
         "output": output if point.lossless else f"LOSSY, not the target's own: {point.verification.kind} verification",
     }
     if (deployment := point.deployment) is not None:
-        build = f"{' '.join(deployment.command)} (build {deployment.build})"
-        facts |= {"model": deployment.model.id, "speculation": deployment.label, "command": build}
+        facts |= {
+            "model": deployment.model.id,
+            "speculation": deployment.label,
+            "command": f"{' '.join(deployment.command)} (build {deployment.build})",
+        }
     elif configuration is not None and point.draft is not None:
-        draft = f"{point.draft.id} ({point.draft.kind})"
-        subnet = point.draft.subnet.label or "all of it"
-        facts |= {"draft": draft, "subnet": subnet, "tree": configuration.tree_label}
+        facts |= {
+            "draft": f"{point.draft.id} ({point.draft.kind})",
+            "subnet": point.draft.subnet.label or "all of it",
+            "tree": configuration.tree_label,
+        }
     else:
         facts["draft"] = "none: no draft was faster on this device"
     if (price := point.fallback) is not None:
@@ -113,8 +118,10 @@ def cumulative_ablation(sources: Sources) -> dict[str, ScreenedSubnet]:
 
 def ablation_table(sources: Sources) -> Table:
     """The gain of each dimension of a subnet; without rows where none was searched."""
-    steps = cumulative_ablation(sources)
-    rows = [[label, f"{s.draft} {s.subnet.label}".strip(), times(s.speedup)] for label, s in steps.items()]
+    rows = [
+        [label, f"{s.draft} {s.subnet.label}".strip(), times(s.speedup)]
+        for label, s in cumulative_ablation(sources).items()
+    ]
     title = "The best chain, as the dimensions of the subnet are freed one by one"
     return Table(title, ["dimension", "subnet", "predicted speedup"], rows if len(rows) > 1 else [])
 

@@ -172,15 +172,18 @@ class SearchSettings(Document):
     @property
     def names_backends(self) -> bool:
         """Whether an option is given that is for backends."""
-        options = self.backends or self.loads or self.any_weights
-        return bool(options) or any(map(is_of_backend, self.changes))
+        return bool(self.backends or self.loads or self.any_weights) or any(map(is_of_backend, self.changes))
 
     def of_runtime(self, model: str, budget_s: float, output: Path) -> SearchSettings:
         """The settings of the runtime's part in a search of several backends."""
         values = self.model_dump(exclude={"backends", "loads", "any_weights", "has_default_drafts"})
-        changes = tuple(change for change in self.changes if not is_of_backend(change))
-        drafts = () if self.has_default_drafts else self.drafts
-        of_runtime = {"target": model, "drafts": drafts, "changes": changes, "budget_s": budget_s, "output": output}
+        of_runtime = {
+            "target": model,
+            "drafts": () if self.has_default_drafts else self.drafts,
+            "changes": tuple(change for change in self.changes if not is_of_backend(change)),
+            "budget_s": budget_s,
+            "output": output,
+        }
         return SearchSettings(**values | of_runtime)
 
     def load_prompts(self, split: WorkloadSplit, count: int | None = None) -> Workload:
@@ -190,8 +193,7 @@ class SearchSettings(Document):
             UserError: as ``load_workload``.
         """
         workload = load_workload(self.workload, split, num_prompts=count, format=self.workload_format)
-        workload = workload.cut(len(workload.prompts), self.max_new_tokens)
-        workload = workload.with_variables(self.chat_template_kwargs)
+        workload = workload.cut(len(workload.prompts), self.max_new_tokens).with_variables(self.chat_template_kwargs)
         return workload if self.temperature is None else workload.sampled(self.temperature)
 
     @property
@@ -230,9 +232,9 @@ def check_settings(settings: SearchSettings) -> SearchSettings:
             cannot be written, or that holds anything but an earlier result of this search.
     """
     check_capture_sizes(settings.capture_sizes)
+    changes = [change for change in settings.changes if not is_of_backend(change)]
     if settings.study is not None:
         require_writable(study_folder(settings.study, settings.folder) / STUDY, "--study")
-    changes = [change for change in settings.changes if not is_of_backend(change)]
     SearchSpace.load(space_path(settings.space)).changed(changes)
     if settings.storage is not None:
         storage_url(settings.storage)

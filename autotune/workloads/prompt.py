@@ -219,8 +219,7 @@ class WorkloadPrompt:
             UserError: an image or video that the model does not read, messages without a chat template, or text that
                 does not match the images.
         """
-        content = self.content
-        if not isinstance(content, str) and not getattr(processor, "chat_template", None):
+        if not isinstance(self.content, str) and not getattr(processor, "chat_template", None):
             raise UserError(
                 f"{self.name}: the target's processor has no chat template; give prompt instead of messages or turns"
             )
