@@ -139,8 +139,12 @@ class Comparison:
         base, head, workload, design = self.base, self.head, checked.workload, self.design
         name = PROFILE_TIME if head.known else TIME
         if base.key == head.key:
-            same = f"{base.label} has the same code, models, required packages and choices: nothing to time"
-            return Gate(name=name, workload=workload.name, verdict="passed", summary=same), None
+            return Gate(
+                name=name,
+                workload=workload.name,
+                verdict="passed",
+                summary=f"{base.label} has the same code, models, required packages and choices: nothing to time",
+            ), None
         choices = [base.key, base.label, head.key, workload.sha256, [*head.known.items()]]
         key = content_key([*choices, self.backend.settings.seed, self.backend.hardware.key])
         ledger = CHECKS / f"{key}.jsonl"

@@ -241,8 +241,7 @@ class SearchSpace(Document, kind="search-space"):
 
     def without_images(self) -> SearchSpace:
         """The space for prompts without images, where choices about visual tokens make no difference."""
-        fixed = {"visual_keep": [1.0], "operators": ["gate"], "operator_ratios": []}
-        return self.model_copy(update=fixed)
+        return self.model_copy(update={"visual_keep": [1.0], "operators": ["gate"], "operator_ratios": []})
 
     def chains(self) -> SearchSpace:
         """The part of the space whose trees are chains, ``as_chain`` of their policies.
@@ -358,5 +357,4 @@ def _value(text: str, change: str) -> Any:
 
 def subnets_of_drafts(changes: Sequence[str] = ()) -> SearchSpace:
     """The space of the drafts as they are, with the changes of ``SearchSpace.changed``, and without trees."""
-    whole = SearchSpace(name="of this draft", visual_keep=[1.0], trees={"chain": {}})
-    return whole.changed(changes)
+    return SearchSpace(name="of this draft", visual_keep=[1.0], trees={"chain": {}}).changed(changes)

@@ -29,8 +29,8 @@ def answer_prompts(
     decoder = load(profile, device=device, dtype=dtype, console=console)
     assert decoder.profile is not None
     if len(prompts) > 1:  # of one, generate tells its lengths
-        workload = Workload("the workload", "evaluate", tuple(prompts))
-        prompts = workload.fitting(decoder.processor, decoder.target.max_context, console.say).prompts
+        given = Workload("the workload", "evaluate", tuple(prompts))
+        prompts = given.fitting(decoder.processor, decoder.target.max_context, console.say).prompts
     point = decoder.profile.point
     conversations = Conversations(decoder.processor, decode=lambda prompts: [])  # each turn is added before the next
     for prompt in map(conversations.follow, prompts):

@@ -162,8 +162,9 @@ def _figures(a: HeldOut, b: HeldOut, tasks: Mapping[str, str]) -> dict[str, dict
     for task, prompts in ({ALL: list(tasks)} | (by_task if len(by_task) > 1 else {})).items():
         rows = [np.array([held[prompt] for prompt in prompts or held]).T for held in (a, b)]
         for name in FIGURES if task == ALL else [ACCEPTANCE]:
-            label = name if task == ALL else f"{name}, {task}"
-            figures[label] = _compared(*FIGURES[name], *rows, is_paired=bool(tasks))
+            figures[name if task == ALL else f"{name}, {task}"] = _compared(
+                *FIGURES[name], *rows, is_paired=bool(tasks)
+            )
     return figures
 
 

@@ -104,8 +104,8 @@ def _kind_of(folder: Path, target: str, sizes: Mapping[str, Any]) -> str:
         is_named = verifier is not None and Path(verifier).name == Path(target.partition("@")[0]).name
         has_sizes = hidden is not None and read == (hidden, sizes.get("vocab_size"))
         if is_own_draft(config):
-            layers = config.get("num_target_layers")
-            return OWN if (config.get("hidden_size"), layers) == (hidden, sizes.get("num_hidden_layers")) else ""
+            own = config.get("hidden_size"), config.get("num_target_layers")
+            return OWN if own == (hidden, sizes.get("num_hidden_layers")) else ""
         if any(file.suffix in WEIGHTS for file in folder.iterdir()) and (is_named or has_sizes):
             return DFLASH if is_dflash(config) else "eagle3" if is_eagle3(config) else ""
     return ""

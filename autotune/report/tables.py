@@ -122,8 +122,11 @@ def ablation_table(sources: Sources) -> Table:
         [label, f"{s.draft} {s.subnet.label}".strip(), times(s.speedup)]
         for label, s in cumulative_ablation(sources).items()
     ]
-    title = "The best chain, as the dimensions of the subnet are freed one by one"
-    return Table(title, ["dimension", "subnet", "predicted speedup"], rows if len(rows) > 1 else [])
+    return Table(
+        "The best chain, as the dimensions of the subnet are freed one by one",
+        ["dimension", "subnet", "predicted speedup"],
+        rows if len(rows) > 1 else [],
+    )
 
 
 def acceptance_tables(sources: Sources) -> list[Table]:
@@ -157,12 +160,17 @@ def acceptance_tables(sources: Sources) -> list[Table]:
             for place, row in enumerate(zip(*both, strict=True), start=1)
             if any(offered for offered, _ in row)
         ]
-        columns = [
-            kind,
-            f"replayed, {len(prompts)} tuning prompts",
-            f"measured, {len(sources.evidence_runs)} held-out prompts",
-        ]
-        tables.append(Table(f"Accepted of offered tokens by {kind}", columns, rows))
+        tables.append(
+            Table(
+                f"Accepted of offered tokens by {kind}",
+                [
+                    kind,
+                    f"replayed, {len(prompts)} tuning prompts",
+                    f"measured, {len(sources.evidence_runs)} held-out prompts",
+                ],
+                rows,
+            )
+        )
     return tables
 
 
