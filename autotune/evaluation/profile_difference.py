@@ -74,8 +74,10 @@ class ProfileDifference(Document, kind="profile-difference", made_by="autotune d
         sentences = ["A or B was not measured, so there are no figures to compare."]
         if self.figures:
             speedup, acceptance, cost = (self.figures[name][RATIO] for name in (SPEEDUP, ACCEPTANCE, COST))
-            factors = f"{acceptance[0]:.2f} by acceptance times {1 / cost[0]:.2f} by the cost of a pass"
-            sentences = [f"The speedup of B is {shown(speedup)} times that of A: {factors}."]
+            sentences = [
+                f"The speedup of B is {shown(speedup)} times that of A: {acceptance[0]:.2f} by acceptance times "
+                f"{1 / cost[0]:.2f} by the cost of a pass."
+            ]
         changes = [f"{kind} ({', '.join(fields)})" for kind, fields in self.settings.items()]
         sentences.append(f"Changed: {'; '.join(changes) or 'nothing that profiles record'}.")
         if not self.num_shared_prompts:

@@ -129,8 +129,10 @@ class RuntimeArms:
         )
 
     def _plain_answers(self, prompts: Sequence[WorkloadPrompt]) -> list[list[int]]:
-        device = self.decoder.target.device
-        return [self.plain.generate(prompt.inputs(self.processor, device), prompt.settings)[0] for prompt in prompts]
+        return [
+            self.plain.generate(prompt.inputs(self.processor, self.decoder.target.device), prompt.settings)[0]
+            for prompt in prompts
+        ]
 
 
 class RuntimeArm(Arm):
