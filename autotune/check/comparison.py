@@ -145,8 +145,17 @@ class Comparison:
                 verdict="passed",
                 summary=f"{base.label} has the same code, models, required packages and choices: nothing to time",
             ), None
-        choices = [base.key, base.label, head.key, workload.sha256, [*head.known.items()]]
-        key = content_key([*choices, self.backend.settings.seed, self.backend.hardware.key])
+        key = content_key(
+            [
+                base.key,
+                base.label,
+                head.key,
+                workload.sha256,
+                [*head.known.items()],
+                self.backend.settings.seed,
+                self.backend.hardware.key,
+            ]
+        )
         ledger = CHECKS / f"{key}.jsonl"
         must_agree = not self.backend.rounding and base.profile.point.lossless and head.profile.point.lossless
         rule = NotSlower(design, budget_s, self.backend.settings.seed, must_agree=must_agree, known=head.known)

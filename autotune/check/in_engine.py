@@ -145,8 +145,10 @@ class CheckedEngine(CheckedBackend):
         ):
             if is_missing:
                 return reason
-        plain = _side("plain decoding", profile, self.backend, is_plain=True)
-        return plain, replace(_side(str(self.settings.profile), profile, self.backend), known=known)
+        return (
+            _side("plain decoding", profile, self.backend, is_plain=True),
+            replace(_side(str(self.settings.profile), profile, self.backend), known=known),
+        )
 
 
 def deployment_of(profile: DecodingProfile) -> Deployment:

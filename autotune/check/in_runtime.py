@@ -78,10 +78,9 @@ class CheckedRuntime(CheckedBackend):
         code = sha256_of(*sorted(path for pattern in CODE for path in version.code.glob(pattern)))
         choices = document.model_dump(mode="json", include=CHOICES, exclude={"point": {"predicted", "measured"}})
         options = {"device": choose_device(self.settings.device)} | ({} if dtype is None else {"dtype": dtype})
-        key = content_key([code, dtype, version.python == sys.executable, choices])
         return Side(
             version.label,
-            key,
+            content_key([code, dtype, version.python == sys.executable, choices]),
             document,
             partial(WorkerProcess, version, self.inputs, options, log=CHECKS / f"{version.name}.log"),
         )

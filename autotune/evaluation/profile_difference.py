@@ -88,18 +88,21 @@ class ProfileDifference(Document, kind="profile-difference", made_by="autotune d
 
     def tables(self) -> list[Table]:
         """Settings that differ, and the figures, with whether the intervals of A and B have no value in common."""
-        settings = [
-            [name, *(value[:SHOWN] for value in pair)]
-            for fields in self.settings.values()
-            for name, pair in fields.items()
-        ]
         figures = [
             [name, *map(shown, row.values()), "apart" if row[A][2] < row[B][1] or row[B][2] < row[A][1] else "overlap"]
             for name, row in self.figures.items()
         ]
         prompts = f"{self.num_shared_prompts} shared" if self.num_shared_prompts else "each profile's own"
         return [
-            Table("Settings that differ", ["setting", A, B], settings),
+            Table(
+                "Settings that differ",
+                ["setting", A, B],
+                [
+                    [name, *(value[:SHOWN] for value in pair)]
+                    for fields in self.settings.values()
+                    for name, pair in fields.items()
+                ],
+            ),
             Table(
                 f"Figures of {prompts} held-out prompts, with 95 % intervals",
                 ["figure", A, B, RATIO, "intervals"],

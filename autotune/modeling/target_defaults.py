@@ -59,7 +59,9 @@ def heads_near(target: str, sizes: Mapping[str, Any]) -> dict[str, str]:
     """Heads that name a target or have its sizes, in the Hub's cache and beside a target of this machine: their names
     and kinds, ``OWN`` for drafts that ``autotune train`` wrote.
     """
-    kinds = {name: _kind_of(path, target, sizes) for name, path in _folders(target).items()}
+    beside = Path(target).parent.glob(f"*/{CONFIG}") if Path(target).exists() else ()
+    folders = cached_models() | {str(path.parent): path.parent for path in sorted(beside)}
+    kinds = {name: _kind_of(path, target, sizes) for name, path in folders.items()}
     return {name: kind for name, kind in kinds.items() if kind}
 
 
@@ -85,12 +87,6 @@ def has_own_head(folder: Path, sizes: Mapping[str, Any]) -> bool:
         "mtp." in name or (is_promised and after_the_last in name)
         for name in read_json(folder / INDEX).get("weight_map", {})
     )
-
-
-def _folders(target: str) -> Mapping[str, Path]:
-    """Models in the Hub's cache, and folders next to a target of this machine, by name."""
-    beside = Path(target).parent.glob(f"*/{CONFIG}") if Path(target).exists() else ()
-    return cached_models() | {str(path.parent): path.parent for path in sorted(beside)}
 
 
 def _kind_of(folder: Path, target: str, sizes: Mapping[str, Any]) -> str:

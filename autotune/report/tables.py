@@ -31,10 +31,11 @@ def heads_label(subnet: Subnet) -> str:
 def decoding_table(profile: DecodingProfile) -> Table:
     """How the profile decodes, with its predicted and measured speedups."""
     point, configuration = profile.point, configuration_of(profile.point)
-    output = "lossless: it equals the target's own, token for token"
     facts = {
         "backend": profile.backend,
-        "output": output if point.lossless else f"LOSSY, not the target's own: {point.verification.kind} verification",
+        "output": "lossless: it equals the target's own, token for token"
+        if point.lossless
+        else f"LOSSY, not the target's own: {point.verification.kind} verification",
     }
     if (deployment := point.deployment) is not None:
         facts |= {

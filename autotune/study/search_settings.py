@@ -220,8 +220,11 @@ class SearchSettings(Document):
     @property
     def key(self) -> str:
         """Hash of what determines the result: searches of other settings, prompts or spaces have other keys."""
-        settings = self.model_dump(mode="json", exclude_defaults=True, exclude=OF_NO_RESULT)
-        return settings_key(settings, self.workload, space_path(self.space))
+        return settings_key(
+            self.model_dump(mode="json", exclude_defaults=True, exclude=OF_NO_RESULT),
+            self.workload,
+            space_path(self.space),
+        )
 
 
 def check_settings(settings: SearchSettings) -> SearchSettings:
