@@ -55,8 +55,9 @@ def explained(error: Exception) -> Exception:
     """The error of an import that has failed, with the extra that installs the package; any other error as it is."""
     if not isinstance(error, ModuleNotFoundError) or (extra := EXTRAS.get(str(error.name))) is None:
         return error
-    advice = f"pip install 'autotune-speculative[{extra}]'"
-    return UserError(f"{error.name} is not installed; this needs the extra {extra}: {advice}")
+    return UserError(
+        f"{error.name} is not installed; this needs the extra {extra}: pip install 'autotune-speculative[{extra}]'"
+    )
 
 
 def require(package: str) -> None:

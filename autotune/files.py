@@ -42,9 +42,9 @@ class Document(BaseModel):
 
     A document that has a file of its own names its kind and version, and the command that makes such files::
 
-        class CostTable(Document, kind="cost-table", version=2, made_by="autotune measure"):
+        class CostTable(Document, kind="cost-table", version=3, made_by="autotune measure"):
 
-    Its JSON begins with ``"schema": "autotune.cost-table/2"``. A file of another version is refused. Nested records
+    Its JSON begins with ``"schema": "autotune.cost-table/3"``. A file of another version is refused. Nested records
     have no kind.
     """
 

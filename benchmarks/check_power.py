@@ -76,7 +76,9 @@ def decide(x: Floats, design: Design) -> tuple[NDArray[np.object_], NDArray[np.i
         open_checks = np.flatnonzero(verdicts == Verdict.CONTINUE)
         if not len(open_checks):
             break
-        analysis = interim_analysis(x[open_checks, :num_pairs], launches_of(num_pairs), number, design)
+        is_by_pair = isinstance(design, WeakerDesign) and design.pairs_per_launch == 1
+        launches = np.arange(num_pairs) if is_by_pair else launches_of(num_pairs)
+        analysis = interim_analysis(x[open_checks, :num_pairs], launches, number, design)
         verdicts[open_checks] = analysis.verdicts
         used[open_checks] = num_pairs
     return verdicts, used
@@ -162,9 +164,21 @@ def noises(*, fixed_order: bool = False) -> dict[str, Noise]:
     return found
 
 
-# Weaker designs.
-BY_PAIR = Design(analyses=(20, 40, 80, 160, 240), by_launch=False)
-EVERY_LAUNCH = Design(analyses=tuple(range(DESIGN.analyses[0], 241, PAIRS_PER_LAUNCH)), spends=False)
+@dataclass(frozen=True)
+class WeakerDesign(Design):
+    """A design without one of its parts."""
+
+    pairs_per_launch: int = PAIRS_PER_LAUNCH
+    """1 treats pairs as independent."""
+    spends: bool = True
+    """False tests at each analysis as if it were the only one."""
+
+    def share(self, number: int) -> float:
+        return super().share(number) if self.spends else 1.0
+
+
+BY_PAIR = WeakerDesign(analyses=(20, 40, 80, 160, 240), pairs_per_launch=1)
+EVERY_LAUNCH = WeakerDesign(analyses=tuple(range(DESIGN.analyses[0], 241, PAIRS_PER_LAUNCH)), spends=False)
 
 
 def variants() -> dict[str, tuple[Design, Callable[[str], Noise]]]:

@@ -188,8 +188,7 @@ def work(path: Path) -> None:
             drafts=[
                 DraftCosts(
                     draft=reference,
-                    heads=subnet.heads,
-                    vocabulary=subnet.vocabulary,
+                    subnet=subnet.of_price,
                     draft_first=surfaces[f"draft_first {number}"],
                     draft_level=surfaces[f"draft_level {number}"],
                     prefill=PrefillCost.model_validate(draft["prefill"], strict=False),
@@ -307,7 +306,7 @@ def described(study: Path, most: int) -> dict[str, Any]:
         "drafts": [
             {
                 "reference": costs.draft.model_dump(mode="json"),
-                "subnet": {"heads": costs.heads, "vocabulary": costs.vocabulary},
+                "subnet": {"heads": costs.subnet.heads, "vocabulary": costs.subnet.vocabulary},
                 "prefill": plain(costs.prefill),
                 "overhead": plain(costs.overhead),
             }

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from autotune.check.gates import Difference, counts_gate, if_repeatable, lossless_gate, skipped, speedup_gate
+from autotune.check.gates import counts_gate, if_repeatable, lossless_gate, skipped, speedup_gate
 from autotune.check.result import COUNTS, Gate, WorkloadResult
 from autotune.check.settings import CheckSettings
 from autotune.console import Console
@@ -94,8 +94,8 @@ class CheckedBackend(ABC):
     @abstractmethod
     def differences(
         self, workload: Workload, runs: Sequence[Decoded], plain: Sequence[Decoded]
-    ) -> Sequence[Difference]:
-        """The answers that differ from plain decoding's, although they must be lossless."""
+    ) -> tuple[dict[str, str], bool]:
+        """Where answers that must be lossless differ from plain decoding's, by prompt, and whether that is rounding."""
 
     def check(self, workload: Workload) -> CheckedWorkload:
         """Decode a workload side by side with plain decoding, and judge what needs no base.
@@ -109,8 +109,9 @@ class CheckedBackend(ABC):
         decoded = self._decode(self.arms, workload)
         plain, runs = decoded[0], decoded[-1]
         summary = summarize(TUNED, runs, plain, seed=settings.seed)
-        differences = self.differences(workload, runs, plain)
-        gates = [lossless_gate(name, summary, differences, self.rounding), self._counts_gate(workload, runs)]
+        differences, is_rounding = self.differences(workload, runs, plain)
+        lossless = lossless_gate(name, summary, differences, self.rounding if is_rounding else "")
+        gates = [lossless, self._counts_gate(workload, runs)]
         if settings.min_speedup is not None:
             gates.append(speedup_gate(name, summary, settings.min_speedup))
         result = WorkloadResult(
@@ -118,7 +119,7 @@ class CheckedBackend(ABC):
             sha256=workload.sha256,
             num_prompts=summary.num_prompts,
             identical_outputs=summary.identical_outputs,
-            divergences=[f"{prompt}: {where}" for prompt, where, _ in differences],
+            divergences=[f"{prompt}: {where}" for prompt, where in differences.items()],
             speedup=summary.speedup,
             ci95=summary.ci95,
             precision=self.precision,

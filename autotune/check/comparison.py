@@ -139,10 +139,23 @@ class Comparison:
         base, head, workload, design = self.base, self.head, checked.workload, self.design
         name = PROFILE_TIME if head.known else TIME
         if base.key == head.key:
-            same = f"{base.label} has the same code, models, required packages and choices: nothing to time"
-            return Gate(name=name, workload=workload.name, verdict="passed", summary=same), None
-        choices = [base.key, base.label, head.key, workload.sha256, [*head.known.items()]]
-        key = content_key([*choices, self.backend.settings.seed, self.backend.hardware.key])
+            return Gate(
+                name=name,
+                workload=workload.name,
+                verdict="passed",
+                summary=f"{base.label} has the same code, models, required packages and choices: nothing to time",
+            ), None
+        key = content_key(
+            [
+                base.key,
+                base.label,
+                head.key,
+                workload.sha256,
+                [*head.known.items()],
+                self.backend.settings.seed,
+                self.backend.hardware.key,
+            ]
+        )
         ledger = CHECKS / f"{key}.jsonl"
         must_agree = not self.backend.rounding and base.profile.point.lossless and head.profile.point.lossless
         rule = NotSlower(design, budget_s, self.backend.settings.seed, must_agree=must_agree, known=head.known)
@@ -195,13 +208,12 @@ class Comparison:
         ]
         sides = {"base": self.base, "head": self.head}
         arms = [LaunchedArm(name, side) for name, side in sides.items()]
-        deadline = time.monotonic() + budget_s
+        limit = TimeLimit(time.monotonic() + budget_s, PAIRS_PER_LAUNCH)  # the first launch tells how long others take
         stage = self.backend.console.stage(f"pairs of {checked.workload.name}", self.design.max_pairs)
         with stage as update, arms[0], arms[1]:
             arms[0].rivals = arms[1].rivals = arms.copy()
-            time_limit = TimeLimit(deadline, PAIRS_PER_LAUNCH)  # the first launch tells how long the others take
             measured = race(
-                runner, arms, prompts, rule, time_limit=time_limit, seed=self.backend.settings.seed, report=update
+                runner, arms, prompts, rule, time_limit=limit, seed=self.backend.settings.seed, report=update
             )
         for name, reason in measured.failed.items():
             raise UserError(f"the {name}, {sides[name].label}, cannot go on: {reason}")

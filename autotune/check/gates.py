@@ -7,8 +7,7 @@ cost table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
 
 from autotune.check.result import LOSSLESS, SPEEDUP, Gate, GateVerdict
 from autotune.documents.decoded import Decoded
@@ -20,28 +19,20 @@ TARGET_FORWARDS_ONLY = RoundPrice(round_steps=1.0, level_steps=0.0, node_steps=0
 COMPARED = ("target_forwards", "draft_forwards", "verified_nodes", "plain_steps", "accepted_tokens")
 
 
-class Difference(NamedTuple):
-    """An answer that differs from plain decoding's, although it must be lossless."""
-
-    prompt: str
-    where: str
-    is_rounding: bool
-    """Whether rounding explains it."""
-
-
-def lossless_gate(workload: str, summary: Summary, differences: Sequence[Difference], rounding: str) -> Gate:
+def lossless_gate(workload: str, summary: Summary, differences: Mapping[str, str], rounding: str) -> Gate:
     """Fails if an answer of a lossless profile differs from plain decoding's, and not by rounding.
 
     Args:
-        rounding: why equal work may give other answers; empty if it may not.
+        differences: where answers differ, by prompt.
+        rounding: why rounding explains all of them; empty if it does not.
     """
     verdict: GateVerdict = "passed"
     text = f"{summary.identical_outputs}/{summary.num_prompts} outputs equal plain decoding"
-    if differences and rounding and all(difference.is_rounding for difference in differences):
+    if differences and rounding:
         verdict, text = "warned", f"{len(differences)} outputs differ from plain decoding: {rounding}"
     elif differences:
         verdict, text = "failed", "the output differs from plain decoding"
-    details = [f"{prompt}: output differs at {where}" for prompt, where, _ in differences]
+    details = [f"{prompt}: output differs at {where}" for prompt, where in differences.items()]
     return Gate(name=LOSSLESS, workload=workload, verdict=verdict, summary=text, details=details)
 
 
@@ -137,8 +128,7 @@ def if_repeatable(gate: Gate, runs: Sequence[Decoded], decode_again: Callable[[]
     """A gate on the counts of runs, or a skipped one if it has failed and the counts differ when decoded again."""
     if gate.verdict != "failed":
         return gate
-    pairs = zip(runs, decode_again(), strict=True)
-    changed = [run.prompt for run, again in pairs if work_of(run) != work_of(again)]
+    changed = [run.prompt for run, again in zip(runs, decode_again(), strict=True) if work_of(run) != work_of(again)]
     if not changed:
         return gate
     shown = f"{len(changed)} of {len(runs)} prompts have other counts when decoded again ({', '.join(changed[:3])})"

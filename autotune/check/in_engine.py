@@ -10,7 +10,7 @@ from pathlib import Path
 
 from autotune.check.checked import CheckedBackend, CheckedWorkload, Side, evidence_for
 from autotune.check.comparison import require_comparable
-from autotune.check.gates import Difference, counts_gate
+from autotune.check.gates import counts_gate
 from autotune.check.result import REPLAY, Gate
 from autotune.check.settings import CheckSettings
 from autotune.check.versions import base_of
@@ -84,14 +84,14 @@ class CheckedEngine(CheckedBackend):
 
     def differences(
         self, workload: Workload, runs: Sequence[Decoded], plain: Sequence[Decoded]
-    ) -> Sequence[Difference]:
-        differences = []
+    ) -> tuple[dict[str, str], bool]:
+        differences = {}
         for run, other in zip(runs, plain, strict=True):
             pairs = [*zip(run.tokens, other.tokens, strict=False)]
             first = next((number for number, pair in enumerate(pairs) if pair[0] != pair[1]), len(pairs))
             if run.tokens != other.tokens:
-                differences.append(Difference(run.prompt, f"token {first}", is_rounding=True))
-        return differences
+                differences[run.prompt] = f"token {first}"
+        return differences, True
 
     def _replay_gate(self, configuration: Speculation, checked: CheckedWorkload) -> Gate:
         """The gate on the counts compared with the replay's, by which the search has chosen. Chains of draft models are
@@ -145,8 +145,10 @@ class CheckedEngine(CheckedBackend):
         ):
             if is_missing:
                 return reason
-        plain = _side("plain decoding", profile, self.backend, is_plain=True)
-        return plain, replace(_side(str(self.settings.profile), profile, self.backend), known=known)
+        return (
+            _side("plain decoding", profile, self.backend, is_plain=True),
+            replace(_side(str(self.settings.profile), profile, self.backend), known=known),
+        )
 
 
 def deployment_of(profile: DecodingProfile) -> Deployment:

@@ -13,7 +13,6 @@ import torch
 
 from autotune.check.checked import CheckedBackend, Side
 from autotune.check.comparison import CHECKS, require_comparable
-from autotune.check.gates import Difference
 from autotune.check.versions import PACKAGE, Version, WorkerProcess, base_of
 from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import TUNED, DecodingProfile
@@ -64,9 +63,10 @@ class CheckedRuntime(CheckedBackend):
 
     def differences(
         self, workload: Workload, runs: Sequence[Decoded], plain: Sequence[Decoded]
-    ) -> Sequence[Difference]:
+    ) -> tuple[dict[str, str], bool]:
         divergences = divergences_from_plain(self.tuned, workload.prompts, runs, plain)
-        return [Difference(prompt, str(where), where.is_near_tie) for prompt, where in divergences.items()]
+        is_rounding = all(where.is_near_tie for where in divergences.values())
+        return {prompt: str(where) for prompt, where in divergences.items()}, is_rounding
 
     @contextmanager
     def sides(self, folder: Path) -> Iterator[tuple[Side, Side]]:
@@ -84,6 +84,9 @@ class CheckedRuntime(CheckedBackend):
         code = sha256_of(*sorted(path for pattern in CODE for path in version.code.glob(pattern)))
         choices = document.model_dump(mode="json", include=CHOICES, exclude={"point": {"predicted", "measured"}})
         options = {"device": choose_device(self.settings.device)} | ({} if dtype is None else {"dtype": dtype})
-        launch = partial(WorkerProcess, version, self.inputs, options, log=CHECKS / f"{version.name}.log")
-        key = content_key([code, dtype, version.python == sys.executable, choices])
-        return Side(version.label, key, document, launch)
+        return Side(
+            version.label,
+            content_key([code, dtype, version.python == sys.executable, choices]),
+            document,
+            partial(WorkerProcess, version, self.inputs, options, log=CHECKS / f"{version.name}.log"),
+        )

@@ -30,7 +30,6 @@ def run_check(settings: CheckSettings, console: Console, restore: Restore) -> Ch
     Args:
         restore: finds the engine of a profile that is not the runtime's.
     """
-    settings.require_consistent()
     profile = DecodingProfile.load(settings.profile)
     names = settings.workloads or [workload_beside(settings.profile, profile.workload.name)]
     workloads = [_evaluated(name, profile, settings) for name in names]
@@ -43,9 +42,6 @@ def run_check(settings: CheckSettings, console: Console, restore: Restore) -> Ch
             checked = [backend.check(workload) for workload in workloads]
         gates = [gate for workload in checked for gate in workload.gates]
         timings = _compare(sides, backend, checked, gates)
-    results = [
-        workload.result.model_copy(update={"timing": timing}) for workload, timing in zip(checked, timings, strict=True)
-    ]
     verdict, code = verdict_of(gates, inconclusive_fails=settings.on_inconclusive == "fail")
     result = CheckResult(
         provenance=stamp(),
@@ -54,7 +50,10 @@ def run_check(settings: CheckSettings, console: Console, restore: Restore) -> Ch
         target=profile.target,
         lossless=profile.point.lossless,
         against=None if sides is None else sides[0].label,
-        workloads=results,
+        workloads=[
+            workload.result.model_copy(update={"timing": timing})
+            for workload, timing in zip(checked, timings, strict=True)
+        ],
         gates=gates,
         verdict=verdict,
         exit_code=code,

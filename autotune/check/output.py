@@ -28,13 +28,6 @@ def junit(result: CheckResult) -> bytes:
     return _suite(cases)
 
 
-def junit_of_error(error: Exception) -> bytes:
-    """JUnit XML of a check that an error ended: one test case, with the error."""
-    case = ElementTree.Element("testcase", classname="autotune.check", name="check")
-    ElementTree.SubElement(case, "error", type=type(error).__name__, message=str(error))
-    return _suite([case])
-
-
 def _suite(cases: Sequence[ElementTree.Element]) -> bytes:
     """XML of a suite of these test cases."""
     root = ElementTree.Element("testsuites")
@@ -47,9 +40,11 @@ def _suite(cases: Sequence[ElementTree.Element]) -> bytes:
 
 
 def report_error(error: Exception, junit: Path | None, github: bool) -> None:
-    """Write an error that ends a check where its result would have been written."""
+    """Write an error that ends a check where its result would have been written: as the one test case of a suite."""
     if junit is not None:
-        write_bytes(junit, junit_of_error(error))
+        case = ElementTree.Element("testcase", classname="autotune.check", name="check")
+        ElementTree.SubElement(case, "error", type=type(error).__name__, message=str(error))
+        write_bytes(junit, _suite([case]))
     if github:
         print(f"::error title=autotune check::{_escaped(f'{type(error).__name__}: {error}')}", file=sys.stderr)
 

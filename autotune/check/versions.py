@@ -161,8 +161,12 @@ class WorkerProcess(Arm, AbstractContextManager["WorkerProcess"]):
         self._decode(prompts[0], {**prompts[0].settings.generation, "max_new_tokens": few})
 
     def decode(self, prompt: WorkloadPrompt) -> Decoded:
-        answer = self._decode(prompt, prompt.settings.generation)
-        return Decoded(arm=self.key, prompt=prompt.name, prompt_sha256=prompt.sha256, **answer)
+        return Decoded(
+            arm=self.key,
+            prompt=prompt.name,
+            prompt_sha256=prompt.sha256,
+            **self._decode(prompt, prompt.settings.generation),
+        )
 
     def _decode(self, prompt: WorkloadPrompt, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to a request. The first one waits until the models are loaded.

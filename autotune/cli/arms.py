@@ -57,8 +57,10 @@ def measured_loads(
         return []
     backend = restored_backend(profile, command=command, console=console)
     servers = LoadServers(backend, backend.record(prompts.prompts), console)
-    results = deployed_loads(servers, loads, profile.point.deployment.speculation)
-    return [result.model_dump(mode="json") for result in results]
+    return [
+        result.model_dump(mode="json")
+        for result in deployed_loads(servers, loads, profile.point.deployment.speculation)
+    ]
 
 
 def answers(

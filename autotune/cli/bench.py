@@ -112,8 +112,10 @@ def command(
         result = run_bench(
             document, compared, console, device=found_device, seed=seed, wait_until_idle_s=wait_until_idle_s
         )
-    by_load = measured_loads(document, compared.prompts, loads, engine_command, console)
-    result |= {"profile": str(profile), "loads": by_load}
+    result |= {
+        "profile": str(profile),
+        "loads": measured_loads(document, compared.prompts, loads, engine_command, console),
+    }
     if table is not None:
         write_table(table, runs_dataframe(result["runs"]))
     if as_json:

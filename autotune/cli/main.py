@@ -65,7 +65,8 @@ class Commands(click.Group):
             sys.exit(error.exit_code)
         except (click.Abort, KeyboardInterrupt) as abort:
             _say("interrupted; run the same command to continue" if verb in CONTINUED else "interrupted")
-            sys.exit(128 + getattr(abort.__cause__ or abort, "number", signal.SIGINT))
+            interrupt = abort.__cause__ or abort
+            sys.exit(128 + (interrupt.args[0] if interrupt.args else signal.SIGINT))
         except Exception as error:
             _end(explained(error))
 
@@ -123,12 +124,13 @@ def _line_of(error: Exception) -> str | None:
     if isinstance(error, click.UsageError):
         return " ".join(error.format_message().split())  # click may list choices line by line
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-        place = f"{error.filename or 'a file'}: cannot be read or written ({error.strerror})"
-        return f"{place}; free some space, or check its permissions"
+        return (
+            f"{error.filename or 'a file'}: cannot be read or written ({error.strerror}); free some space, or check its "
+            "permissions"
+        )
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # the latter is torch's
-        text = " ".join(str(error).split())[:200]
-        reason = f"the memory is full ({text or 'no more can be allocated'})"
-        return f"{reason}; end other programs, or give a smaller model, shorter prompts or another device"
+        reason = " ".join(str(error).split())[:200] or "no more can be allocated"
+        return f"the memory is full ({reason}); end other programs, or give a smaller model, shorter prompts or another device"
     return None
 
 
@@ -138,18 +140,13 @@ def _drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-class _Ended(KeyboardInterrupt):
-    """A signal that ends the process, with its number. What is running stops as after Ctrl-C."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
 def _end_by_signals() -> None:
-    """Let SIGTERM and SIGHUP end the command as SIGINT does; a caller that ignores one of them, as nohup, is obeyed."""
+    """Let SIGTERM and SIGHUP end the command as SIGINT does, by an interrupt with their number. A caller that ignores
+    one of them, as nohup, is obeyed.
+    """
 
     def end(number: int, _frame: object) -> None:
-        raise _Ended(number)
+        raise KeyboardInterrupt(number)
 
     for number in (getattr(signal, name, None) for name in ("SIGTERM", "SIGHUP")):
         is_main = threading.current_thread() is threading.main_thread()

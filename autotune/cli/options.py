@@ -186,9 +186,13 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print the result
 
 
 def num_prompts(default: int) -> Decorator:
-    limits = click.IntRange(min=1)
     return click.option(
-        "--prompts", "num_prompts", type=limits, default=default, show_default=True, help="Number of prompts."
+        "--prompts",
+        "num_prompts",
+        type=click.IntRange(min=1),
+        default=default,
+        show_default=True,
+        help="Number of prompts.",
     )
 
 
@@ -227,9 +231,13 @@ def _option(name: str, field: FieldInfo) -> Decorator:
     unit, annotation, default = extra_of(field).get("unit"), field.annotation, field.default
     if get_origin(annotation) in (Union, types.UnionType):  # an optional value
         annotation = next(member for member in get_args(annotation) if member is not type(None))
-    options: dict[str, Any] = {"default": default, "help": field.description, "type": annotation}
-    options["hidden"] = bool(extra_of(field).get("rare"))
-    options["show_default"] = default not in (None, (), "") and annotation is not bool
+    options: dict[str, Any] = {
+        "default": default,
+        "help": field.description,
+        "type": annotation,
+        "hidden": bool(extra_of(field).get("rare")),
+        "show_default": default not in (None, (), "") and annotation is not bool,
+    }
     names = [f"--{option_name(name, field)}", *(["--model"] * (name == "target"))]
     if annotation is bool:
         options |= {"is_flag": True, "type": None}

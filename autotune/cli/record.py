@@ -54,13 +54,16 @@ def command(output: Path, num_prompts: int, as_json: bool, **values: Any) -> Non
     model_pool = load_pool(settings, choose_device(settings.device), console, mode=EAGER)
     prompts = prompts.fitting(model_pool.processor, model_pool.target.max_context, console.say)
     prompts = recorder_of(model_pool, output).follow(prompts)
-    variants = variants_of(model_pool, space)
-    traces = record_traces(model_pool, variants, prompts, output, console)
+    traces = record_traces(model_pool, variants_of(model_pool, space), prompts, output, console)
     console.show(agreement_table(traces))
     if as_json:
-        agreements = [trace.agreement().pivot(index="rank", columns="task", values="share") for trace in traces]
-        subnets = [trace.header.subnet.model_dump(mode="json") for trace in traces]
-        parts = zip(traces, subnets, agreements, strict=True)
         options.print_json(
-            [{"draft": trace.header.draft.id, **subnet, "agreement": share.to_dict()} for trace, subnet, share in parts]
+            [
+                {
+                    "draft": trace.header.draft.id,
+                    **trace.header.subnet.model_dump(mode="json"),
+                    "agreement": trace.agreement().pivot(index="rank", columns="task", values="share").to_dict(),
+                }
+                for trace in traces
+            ]
         )

@@ -41,8 +41,7 @@ def command(context: click.Context, /, as_json: bool, is_verbose: bool, is_plan:
     if settings.names_backends:
         from autotune.search.backends import choose_backends
 
-        choices = choose_backends(settings, is_plan=is_plan)
-        models = [choice.model for choice in choices if choice.name == RUNTIME]
+        models = [choice.model for choice in choose_backends(settings, is_plan=is_plan) if choice.name == RUNTIME]
     if settings.random_weights:
         click.echo(f"pricing {settings.target} on {settings.gpu} by its config", err=True)
 

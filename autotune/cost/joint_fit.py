@@ -192,17 +192,19 @@ class Posterior:
     def surfaces(self) -> list[Surface]:
         """The surface of every part, whose points get the prices of the fit."""
         left_out = self._by_part(np.expm1(np.abs(self._left_out()[0])))
-        of_parts = zip(self._parts, self.log_ms(), self.deviations(), left_out, strict=True)
         surfaces = []
-        for part, log_ms, deviations, errors in of_parts:
+        for part, log_ms, deviations, errors in zip(
+            self._parts, self.log_ms(), self.deviations(), left_out, strict=True
+        ):
             prices = zip(part.points, np.exp(log_ms).tolist(), strict=True)
             of_timed = errors[[point.observed is not None for point in part.points]]
-            surface = Surface(
-                points=[point.model_copy(update={"fitted_ms": ms}) for point, ms in prices],
-                held_out_error=float(np.median(of_timed)) if len(of_timed) else None,
-                uncertainty=float(np.sqrt(np.mean(np.square(deviations)))),
+            surfaces.append(
+                Surface(
+                    points=[point.model_copy(update={"fitted_ms": ms}) for point, ms in prices],
+                    held_out_error=float(np.median(of_timed)) if len(of_timed) else None,
+                    uncertainty=float(np.sqrt(np.mean(np.square(deviations)))),
+                )
             )
-            surfaces.append(surface)
         return surfaces
 
     def draws(self, count: int) -> list[Floats]:

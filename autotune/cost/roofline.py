@@ -70,7 +70,7 @@ class DatasheetLimits(Document, kind="device-limits"):
     has_mig: bool = False
     """Whether the device can be split into MIG slices."""
     link_gb_per_second: float = Field(default=32, gt=0)
-    """Of the link to other devices of one machine, in one direction; by default that of PCIe Gen4."""
+    """Bandwidth of the link to other devices of one machine, in one direction; by default that of PCIe Gen4."""
     link_hop_ms: float = Field(default=0.001, gt=0)
     """Latency from one device to the next."""
     num_devices: int = Field(default=1, ge=1, le=MOST_DEVICES)
@@ -313,9 +313,7 @@ def estimate_table(
         drafts=[
             DraftCosts(
                 draft=draft,
-                heads=subnet.heads,
-                vocabulary=subnet.vocabulary,
-                weights=subnet.weights,
+                subnet=subnet.of_price,
                 shape=shape,
                 draft_first=_surface(shape, of_drafts, tokens, mode),
                 draft_level=_surface(shape, of_drafts, tokens, mode),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import Field
@@ -16,7 +16,7 @@ from autotune.cost.surface import Surface
 from autotune.documents.execution import EAGER, STEPS_VERSION, round_up
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance
-from autotune.documents.subnet import Subnet, Weights
+from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.files import Document, content_key, data_root
 from autotune.trees.limits import Floats
@@ -67,8 +67,6 @@ class ModelShape(Document):
     """Devices among which the plan can divide the model, or any divisor of this number: the key and value heads of a
     layer; 1 without a plan.
     """
-    block_tokens: Literal[0] = 0
-    """Always 0: written by earlier versions, which had drafts of which one forward pass proposed all levels."""
 
     @property
     def device_numbers(self) -> list[int]:
@@ -111,15 +109,8 @@ class DraftCosts(Document):
     """
 
     draft: ModelReference
-    heads: float | tuple[float, float, float] | None = None
-    """Share of heads kept, for all blocks or for each; None for all heads."""
-    vocabulary: float | None = None
-    """Share of the target's vocabulary that the draft proposes; None for all of it."""
-    weights: Weights | None = None
-    """Data type of the weights; None for the target's."""
-    num_parameters: int | None = None
-    """Excludes parameters shared with the target."""
-    kv_bytes_per_token: int | None = None
+    subnet: Subnet = Subnet()
+    """The choices that change the cost of a step (``Subnet.of_price``)."""
     shape: ModelShape | None = None
     draft_first: Surface
     """The first draft forward of a round, which reads the committed tokens and proposes the root's children. It runs
@@ -138,11 +129,6 @@ class DraftCosts(Document):
     """Relative standard error of ``verify_ratio``."""
 
     @property
-    def subnet(self) -> Subnet:
-        """The choices that change the cost of a step."""
-        return Subnet(heads=self.heads, vocabulary=self.vocabulary, weights=self.weights)
-
-    @property
     def name(self) -> str:
         """Name in tables: ``digits/star heads-0.5``."""
         return " ".join([self.draft.id, self.subnet.label.replace("=", "-")]).strip()
@@ -158,7 +144,7 @@ SizedDraft = tuple[ModelReference, Subnet, ModelShape]
 """A draft, the part of it that drafts, and the sizes of this part."""
 
 
-class CostTable(Document, kind="cost-table", version=2, made_by="autotune measure"):
+class CostTable(Document, kind="cost-table", version=3, made_by="autotune measure"):
     """Latencies of a target and its drafts on one device, in the mode that decodes, over (tokens, KV length, subnet).
     The batch size is 1, because the rows of a batch are decoded one after another.
     """
@@ -197,8 +183,11 @@ class CostTable(Document, kind="cost-table", version=2, made_by="autotune measur
     @property
     def parts(self) -> dict[str, Surface | PrefillCost | Overhead]:
         """Everything measured, by name."""
-        parts: dict[str, Surface | PrefillCost | Overhead]
-        parts = {"decode": self.decode, "verify": self.verify, "prefill": self.prefill}
+        parts: dict[str, Surface | PrefillCost | Overhead] = {
+            "decode": self.decode,
+            "verify": self.verify,
+            "prefill": self.prefill,
+        }
         for costs in self.drafts:
             for name in ("draft_first", "draft_level", "prefill"):
                 parts[f"{costs.name}: {name}"] = getattr(costs, name)
@@ -311,8 +300,7 @@ class CostTable(Document, kind="cost-table", version=2, made_by="autotune measur
             if costs.is_of(draft, subnet):
                 return costs
         known = ", ".join(costs.name for costs in self.drafts)
-        choices = Subnet(heads=subnet.heads, vocabulary=subnet.vocabulary, weights=subnet.weights).label
-        wanted = f"these weights and {choices}" if choices else "these weights"
+        wanted = " and ".join(filter(None, ["these weights", subnet.of_price.label]))
         raise UserError(
             f"the cost table has no draft {draft.id!r} with {wanted}; it has: {known}; measure that draft first"
         )

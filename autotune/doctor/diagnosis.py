@@ -151,11 +151,13 @@ class TargetFound(Document):
             ]
             for times in self.steps
         ]
-        columns = ["mode", "plain step, ms", "GB/s", *(f"{tokens} tokens" for tokens in sizes), "capturing"]
-        title = f"Forward passes of {self.model.id}, {self.precision}; verifications in plain steps"
         return [
             Table("Attention", ["forward pass", "kernel", "queries", "keys", "mask", "layers"], shapes),
-            Table(title, columns, passes),
+            Table(
+                f"Forward passes of {self.model.id}, {self.precision}; verifications in plain steps",
+                ["mode", "plain step, ms", "GB/s", *(f"{tokens} tokens" for tokens in sizes), "capturing"],
+                passes,
+            ),
         ]
 
 
@@ -209,9 +211,10 @@ class Diagnosis(Document, kind="diagnosis", made_by="autotune doctor"):
             ]
             for name, known in limits.items()
         ]
-        columns = ["device", "name", "model", "driver", "free memory", "datasheet, GB/s", "copy, GB/s"]
         return [
-            Table("Devices", columns, here),
+            Table(
+                "Devices", ["device", "name", "model", "driver", "free memory", "datasheet, GB/s", "copy, GB/s"], here
+            ),
             Table("Other devices (--gpu NAME)", ["name", "model", "GB/s", "prices from"], others),
             *(self.target.tables() if self.target else []),
         ]

@@ -62,8 +62,9 @@ def examine(
             limit = NUM_PROMPTS if hasattr(processor, "image_processor") else None
             prompts = load_workload(workload, "tune", num_prompts=limit, format=workload_format).first_turns()
             prompts = prompts.readable_by(processor).cut(NUM_PROMPTS, num_tokens)
-        model = reference(target, weights=not random_weights)
-        examined = examine_target(loaded, model, prompts, processor, console, num_tokens=num_tokens)
+        examined = examine_target(
+            loaded, reference(target, weights=not random_weights), prompts, processor, console, num_tokens=num_tokens
+        )
     contention = monitor.contention()
     diagnosis = Diagnosis(
         provenance=stamp(contention),

@@ -99,8 +99,7 @@ def audit_near_ties(target: Target, inputs: Sequence[dict[str, Any]], num_tokens
         # The first row of both is of the prefill, which is no verification.
         audits.append((alone[1:].float(), answer_logits(target, prompt, tokens)[1:].float()))
     alone, together = (torch.cat(logits) for logits in zip(*audits, strict=True))
-    allowed_noise = allowed * float(alone.std())
-    flipped = flips(alone, together, allowed_noise)
+    flipped = flips(alone, together, allowed * float(alone.std()))
     return NearTies(
         num_tokens=len(alone),
         num_flips=len(flipped),

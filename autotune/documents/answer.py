@@ -40,8 +40,7 @@ def answer_of(profile: DecodingProfile, path: Path) -> list[str]:
         plain = "plain decoding" + (", by Hugging Face's generate" if gain.over == HF else "")
         sentences = [f"{_subject(profile)}: {plain}."]
         sentences += [f"The fastest speculation is {_times(gain)} as fast."] if gain.num_prompts else []
-    sentences += _by_load(profile.evidence.engine)
-    sentences += _other_backends(profile.evidence.backends)
+    sentences += [*_by_load(profile.evidence.engine), *_other_backends(profile.evidence.backends)]
     basis, following = _basis(profile, shlex.quote(str(path)), is_plain=is_plain)
     lines = [textwrap.wrap(text, COLUMNS, break_on_hyphens=False, break_long_words=False) for text in sentences]
     return [*(line for wrapped in lines for line in wrapped), basis, f"Next: {following}."]
@@ -64,9 +63,8 @@ def _basis(profile: DecodingProfile, path: str, *, is_plain: bool) -> tuple[str,
         guess, is_guess = f"{guess}, chosen by {num_deciding}", True
     more = "a larger --budget" if workload.num_evaluate_prompts >= JUDGING else "more prompts"
     further = f"the same search with {more}" if is_guess else f"autotune bench {path}"
-    basis = f"Measured on {_prompts(num_prompts, 'held-out ')} of {workload.name}{guess}."
     first = "search with another --draft" if is_plain and profile.backend == RUNTIME else f"autotune run {path}"
-    return basis, f"{first}, or {further}"
+    return (f"Measured on {_prompts(num_prompts, 'held-out ')} of {workload.name}{guess}.", f"{first}, or {further}")
 
 
 def _subject(profile: DecodingProfile) -> str:

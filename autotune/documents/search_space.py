@@ -241,8 +241,7 @@ class SearchSpace(Document, kind="search-space"):
 
     def without_images(self) -> SearchSpace:
         """The space for prompts without images, where choices about visual tokens make no difference."""
-        fixed = {"visual_keep": [1.0], "operators": ["gate"], "operator_ratios": []}
-        return self.model_copy(update=fixed)
+        return self.model_copy(update={"visual_keep": [1.0], "operators": ["gate"], "operator_ratios": []})
 
     def chains(self) -> SearchSpace:
         """The part of the space whose trees are chains, ``as_chain`` of their policies.
@@ -300,8 +299,7 @@ class SearchSpace(Document, kind="search-space"):
         axes = self.values(policy)
         if len(axes) < len(self.trees[policy]) or math.prod(map(len, axes.values())) > MAX_ENUMERATED:
             return None
-        points = itertools.product(*axes.values())
-        trees = [ordered(policy, dict(zip(axes, values, strict=True))) for values in points]
+        trees = [ordered(policy, dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
         return list({content_key(tree): tree for tree in trees}.values())
 
     def sweep(self, policy: str, count: int, seed: int, *, first: int = 0) -> list[Tree]:
@@ -359,5 +357,4 @@ def _value(text: str, change: str) -> Any:
 
 def subnets_of_drafts(changes: Sequence[str] = ()) -> SearchSpace:
     """The space of the drafts as they are, with the changes of ``SearchSpace.changed``, and without trees."""
-    whole = SearchSpace(name="of this draft", visual_keep=[1.0], trees={"chain": {}})
-    return whole.changed(changes)
+    return SearchSpace(name="of this draft", visual_keep=[1.0], trees={"chain": {}}).changed(changes)

@@ -66,6 +66,11 @@ class Subnet(Document):
         return self.head_shares, self.vocabulary, self.weights
 
     @property
+    def of_price(self) -> Subnet:
+        """The subnet with these choices alone."""
+        return Subnet(heads=self.heads, vocabulary=self.vocabulary, weights=self.weights)
+
+    @property
     def name(self) -> str:
         """Name in file names: ``heads-0.5-layer-9-keep-0.1``, without the draft's defaults."""
         return re.sub("[= /:]", "-", self._described(f"keep={self.visual_keep:g}"))

@@ -17,12 +17,6 @@ from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload
 
 
-def _not_in_order(prompts: Sequence[WorkloadPrompt]) -> list[list[int]]:
-    if prompts:
-        raise ValueError(f"{prompts[0].name}: the turns of a conversation are decoded in their order")
-    return []
-
-
 def answer_prompts(
     profile: Path, prompts: Sequence[WorkloadPrompt], *, device: str, dtype: Dtype | None = None, prints: bool = False
 ) -> Iterator[dict[str, Any]]:
@@ -35,10 +29,10 @@ def answer_prompts(
     decoder = load(profile, device=device, dtype=dtype, console=console)
     assert decoder.profile is not None
     if len(prompts) > 1:  # of one, generate tells its lengths
-        workload = Workload("the workload", "evaluate", tuple(prompts))
-        prompts = workload.fitting(decoder.processor, decoder.target.max_context, console.say).prompts
+        given = Workload("the workload", "evaluate", tuple(prompts))
+        prompts = given.fitting(decoder.processor, decoder.target.max_context, console.say).prompts
     point = decoder.profile.point
-    conversations = Conversations(decoder.processor, decode=_not_in_order)
+    conversations = Conversations(decoder.processor, decode=lambda prompts: [])  # each turn is added before the next
     for prompt in map(conversations.follow, prompts):
         inputs = prompt.inputs(decoder.processor, decoder.target.device)
         tokenizer = getattr(decoder.processor, "tokenizer", decoder.processor)

@@ -57,10 +57,8 @@ def evaluation_prompts(
         temperature: of all prompts; None: each prompt's own.
         chat_template_kwargs: variables of the chat template that the prompts do not set.
     """
-    loaded = load_workload(
-        workload, "evaluate", num_prompts=num_prompts, format=workload_format, is_whole=is_whole
-    ).cut(num_prompts, max_new_tokens)
-    loaded = loaded.with_variables(chat_template_kwargs)
+    whole = load_workload(workload, "evaluate", num_prompts=num_prompts, format=workload_format, is_whole=is_whole)
+    loaded = whole.cut(num_prompts, max_new_tokens).with_variables(chat_template_kwargs)
     return loaded if temperature is None else loaded.sampled(temperature)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from autotune.console import Console
 from autotune.documents.decoding_profile import AR, HF, TUNED
@@ -37,7 +36,7 @@ def assisted(arms: RuntimeArms) -> Arm:
     Raises:
         UserError: the draft is no whole model.
     """
-    if (assistant := assistant_of(arms)) is None:
+    if arms.decoder.draft is None or (assistant := arms.decoder.draft.standalone_model) is None:
         raise UserError("the profile has no draft that generate takes as its assistant_model")
     if arms.decoder.target.ranks is not None:
         raise UserError("assisted generation of transformers drafts in every process; start it without torchrun")
@@ -99,9 +98,3 @@ def choose_arms(names: Sequence[str], arms: RuntimeArms, prompts: Workload) -> B
         except UserError as error:
             chosen.unavailable[name] = str(error)
     return chosen
-
-
-def assistant_of(arms: RuntimeArms) -> Any | None:
-    """The draft as an ``assistant_model`` of Hugging Face's generate; None if the draft is not a whole model."""
-    draft = arms.decoder.draft
-    return None if draft is None else draft.standalone_model

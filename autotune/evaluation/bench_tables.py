@@ -44,11 +44,15 @@ def gains_by_task(runs: Mapping[str, Sequence[Decoded]], prompts: Sequence[Workl
             chosen = list(itertools.compress(of_arm, is_of_task))
             tokens, rounds = decoded_pairs(chosen, plain)[1], sum(run.rounds for run in chosen)
             if tokens.size:
-                means = {
-                    "speedup": speedup(chosen, plain),
-                    "tokens_per_round": tokens.sum() / rounds if rounds else None,
-                }
-                rows.append({"arm": arm, "task": task, "prompts": len(tokens), **means})
+                rows.append(
+                    {
+                        "arm": arm,
+                        "task": task,
+                        "prompts": len(tokens),
+                        "speedup": speedup(chosen, plain),
+                        "tokens_per_round": tokens.sum() / rounds if rounds else None,
+                    }
+                )
     return rows
 
 
@@ -81,9 +85,15 @@ def benchmark_results(runs: Mapping[str, Sequence[Decoded]], prompts: Sequence[W
             speed = fmean(tokens[question] / seconds[question] for question in seconds)
             plain_speed = plain_speed or speed  # plain decoding is the first arm
             rounds = sum(run.rounds for _, run in turns)
-            accepted = sum(run.new_tokens - 1 for _, run in turns) / rounds if rounds else None
-            figures = {"mean_accepted_tokens": accepted, "speedup": speed / plain_speed}
-            rows.append({"arm": arm, "task": task, "questions": len(seconds), **figures})
+            rows.append(
+                {
+                    "arm": arm,
+                    "task": task,
+                    "questions": len(seconds),
+                    "mean_accepted_tokens": sum(run.new_tokens - 1 for _, run in turns) / rounds if rounds else None,
+                    "speedup": speed / plain_speed,
+                }
+            )
     return rows
 
 

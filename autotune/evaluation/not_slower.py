@@ -65,14 +65,10 @@ class Design:
     """
     num_workloads: int = 1
     """They share the error probabilities."""
-    by_launch: bool = True
-    """Sum signed ranks by launch; False treats pairs as independent."""
-    spends: bool = True
-    """Share the error probabilities among analyses; False tests at each as if it were the only one."""
 
     def share(self, number: int) -> float:
         """Share of the error probabilities for the analysis ``number``, from 0."""
-        return (spent_share(number, len(self.analyses)) if self.spends else 1.0) / self.num_workloads
+        return spent_share(number, len(self.analyses)) / self.num_workloads
 
     @property
     def max_pairs(self) -> int:
@@ -95,8 +91,8 @@ class InterimAnalysis:
 
 def interim_analysis(x: Floats, launches: Floats | NDArray[np.int64], number: int, design: Design) -> InterimAnalysis:
     """Analysis ``number`` of log-ratios x[..., pairs] with the launch of each pair, launches[pairs]."""
-    p_slower = p_value(x - math.log1p(design.tolerance), launches if design.by_launch else None)
-    p_faster = p_value(math.log1p(design.limit) - x, launches if design.by_launch else None)
+    p_slower = p_value(x - math.log1p(design.tolerance), launches)
+    p_faster = p_value(math.log1p(design.limit) - x, launches)
     share = design.share(number)
     verdicts = np.full(np.shape(p_slower), Verdict.CONTINUE, dtype=object)
     verdicts[p_faster <= design.pass_risk * share] = Verdict.PASS
@@ -104,14 +100,13 @@ def interim_analysis(x: Floats, launches: Floats | NDArray[np.int64], number: in
     return InterimAnalysis(x.shape[-1], p_slower, p_faster, verdicts)
 
 
-def p_value(x: Floats, launches: NDArray[Any] | None) -> Floats:
+def p_value(x: Floats, launches: NDArray[Any]) -> Floats:
     """One-sided p-values [...] of x[..., pairs] being positive, if each launch could have had either sign."""
-    if launches is not None:
-        signed = np.sign(x) * rankdata(np.abs(x), axis=-1)
-        # Sums of ranks are integers and may tie; adding the launch's own values breaks ties and keeps the symmetry.
-        starts = np.flatnonzero(np.diff(launches, prepend=launches[0] - 1))
-        x = np.add.reduceat(signed + 1e-3 * x, starts, axis=-1)
-    return np.asarray(wilcoxon(x, alternative="greater", method="exact", axis=-1).pvalue)
+    signed = np.sign(x) * rankdata(np.abs(x), axis=-1)
+    # Sums of ranks are integers and may tie; adding the launch's own values breaks ties and keeps the symmetry.
+    starts = np.flatnonzero(np.diff(launches, prepend=launches[0] - 1))
+    sums = np.add.reduceat(signed + 1e-3 * x, starts, axis=-1)
+    return np.asarray(wilcoxon(sums, alternative="greater", method="exact", axis=-1).pvalue)
 
 
 @dataclass

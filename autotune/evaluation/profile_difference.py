@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.documents.decoding_profile import ALL, AR, DecodingProfile
+from autotune.documents.decoding_profile import ALL, DecodingProfile
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
 from autotune.evaluation.summary import bootstrap_product
@@ -74,8 +74,10 @@ class ProfileDifference(Document, kind="profile-difference", made_by="autotune d
         sentences = ["A or B was not measured, so there are no figures to compare."]
         if self.figures:
             speedup, acceptance, cost = (self.figures[name][RATIO] for name in (SPEEDUP, ACCEPTANCE, COST))
-            factors = f"{acceptance[0]:.2f} by acceptance times {1 / cost[0]:.2f} by the cost of a pass"
-            sentences = [f"The speedup of B is {shown(speedup)} times that of A: {factors}."]
+            sentences = [
+                f"The speedup of B is {shown(speedup)} times that of A: {acceptance[0]:.2f} by acceptance times "
+                f"{1 / cost[0]:.2f} by the cost of a pass."
+            ]
         changes = [f"{kind} ({', '.join(fields)})" for kind, fields in self.settings.items()]
         sentences.append(f"Changed: {'; '.join(changes) or 'nothing that profiles record'}.")
         if not self.num_shared_prompts:
@@ -86,18 +88,21 @@ class ProfileDifference(Document, kind="profile-difference", made_by="autotune d
 
     def tables(self) -> list[Table]:
         """Settings that differ, and the figures, with whether the intervals of A and B have no value in common."""
-        settings = [
-            [name, *(value[:SHOWN] for value in pair)]
-            for fields in self.settings.values()
-            for name, pair in fields.items()
-        ]
         figures = [
             [name, *map(shown, row.values()), "apart" if row[A][2] < row[B][1] or row[B][2] < row[A][1] else "overlap"]
             for name, row in self.figures.items()
         ]
         prompts = f"{self.num_shared_prompts} shared" if self.num_shared_prompts else "each profile's own"
         return [
-            Table("Settings that differ", ["setting", A, B], settings),
+            Table(
+                "Settings that differ",
+                ["setting", A, B],
+                [
+                    [name, *(value[:SHOWN] for value in pair)]
+                    for fields in self.settings.values()
+                    for name, pair in fields.items()
+                ],
+            ),
             Table(
                 f"Figures of {prompts} held-out prompts, with 95 % intervals",
                 ["figure", A, B, RATIO, "intervals"],
@@ -162,18 +167,16 @@ def _figures(a: HeldOut, b: HeldOut, tasks: Mapping[str, str]) -> dict[str, dict
     for task, prompts in ({ALL: list(tasks)} | (by_task if len(by_task) > 1 else {})).items():
         rows = [np.array([held[prompt] for prompt in prompts or held]).T for held in (a, b)]
         for name in FIGURES if task == ALL else [ACCEPTANCE]:
-            label = name if task == ALL else f"{name}, {task}"
-            figures[label] = _compared(*FIGURES[name], *rows, is_paired=bool(tasks))
+            figures[name if task == ALL else f"{name}, {task}"] = _compared(
+                *FIGURES[name], *rows, is_paired=bool(tasks)
+            )
     return figures
 
 
 def _held_out(profile: DecodingProfile) -> HeldOut:
-    """Times of plain decoding that the profile does not have by prompt are those of its mean speed."""
-    evidence = profile.evidence
-    mean_ms = [1e3 / arm.tokens_per_second for arm in evidence.compared if arm.name == AR]
     return {
         run.prompt_sha256: [run.new_tokens - 1, run.rounds, run.decode_ms, ms * (run.new_tokens - 1)]
-        for run, ms in zip(evidence.prompts, evidence.plain_token_ms or mean_ms * len(evidence.prompts), strict=False)
+        for run, ms in zip(profile.evidence.prompts, profile.evidence.plain_token_ms, strict=False)
         if run.new_tokens > 1
     }
 

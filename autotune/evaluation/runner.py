@@ -11,6 +11,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -105,11 +106,9 @@ class ArmRunner:
         for record in read_lines(self.ledger) if self.ledger is not None else []:
             if record.pop("comparison", None) == comparison:
                 number, key = record.pop("number", None), record.pop("key", None)
-                try:
+                with suppress(ValidationError):  # what is no run is measured again
                     run = Decoded.model_validate(record)
-                except ValidationError:
-                    continue  # written by another version: measured again
-                known[number, key, run.arm] = run
+                    known[number, key, run.arm] = run
         return known
 
 

@@ -130,8 +130,10 @@ class RuntimeArms:
         )
 
     def _plain_answers(self, prompts: Sequence[WorkloadPrompt]) -> list[list[int]]:
-        device = self.decoder.target.device
-        return [self.plain.generate(prompt.inputs(self.processor, device), prompt.settings)[0] for prompt in prompts]
+        return [
+            self.plain.generate(prompt.inputs(self.processor, self.decoder.target.device), prompt.settings)[0]
+            for prompt in prompts
+        ]
 
 
 class RuntimeArm(Arm):
@@ -242,10 +244,11 @@ class HuggingFaceArm(RuntimeArm):
         self.threads = threads
 
     def generate(self, inputs: dict[str, Any], settings: Prompt) -> tuple[list[int], DecodingStats]:
-        model = self.arms.decoder.target_model
         with limited_threads(self.threads):
             try:
-                return hf_generate(model, inputs, assistant=self.assistant, **settings.generation)
+                return hf_generate(
+                    self.arms.decoder.target_model, inputs, assistant=self.assistant, **settings.generation
+                )
             except Exception as error:  # whatever transformers raises for models that cannot assist
                 if self.assistant is None or isinstance(error, UserError):
                     raise

@@ -106,8 +106,10 @@ def decoded_pairs(runs: Sequence[Decoded], baseline: Sequence[Decoded]) -> NDArr
     Only the first prompts, that both have run, and only those for which both answers have more than one token; the
     prefill emits the first.
     """
-    pairs = zip(runs, baseline, strict=False)
-    rows = [(a.decode_ms, a.new_tokens - 1, b.decode_ms, b.new_tokens - 1) for a, b in pairs]
+    rows = [
+        (run.decode_ms, run.new_tokens - 1, other.decode_ms, other.new_tokens - 1)
+        for run, other in zip(runs, baseline, strict=False)
+    ]
     columns = np.array(rows, np.float64).reshape(-1, 4).T
     return columns[:, (columns[1] > 0) & (columns[3] > 0)]
 

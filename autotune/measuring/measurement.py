@@ -205,11 +205,7 @@ def _draft_costs(
     return [
         DraftCosts(
             draft=reference,
-            heads=draft.subnet.heads,
-            vocabulary=draft.subnet.vocabulary,
-            weights=draft.subnet.weights,
-            num_parameters=draft.num_parameters,
-            kv_bytes_per_token=draft.kv_bytes_per_token,
+            subnet=draft.subnet.of_price,
             shape=draft.shape,
             draft_first=surfaces[f"{DRAFT_FIRST} {number}"],
             draft_level=surfaces[f"{DRAFT_LEVEL} {number}"],

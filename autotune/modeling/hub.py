@@ -73,9 +73,11 @@ class Repository:
         Raises:
             UserError: the files cannot be downloaded, such as those of a gated model.
         """
+        from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.utils.tqdm import tqdm
 
-        is_needed = is_told and not self._is_local and not self._has(files)
+        kept = [try_to_load_from_cache(self.id, file, revision=self.revision) for file in files]
+        is_needed = is_told and not self._is_local and not all(isinstance(path, str) for path in kept)
 
         class Progress(tqdm):
             def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -96,11 +98,6 @@ class Repository:
             )
         except Exception as error:
             raise UserError(_reason(self, error)) from None
-
-    def _has(self, files: Collection[str]) -> bool:
-        from huggingface_hub import try_to_load_from_cache
-
-        return all(isinstance(try_to_load_from_cache(self.id, file, revision=self.revision), str) for file in files)
 
     def model(self, *, weights: bool) -> Path:
         """The folder of the model: its descriptions, and its weights where they are asked for."""

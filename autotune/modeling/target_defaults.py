@@ -23,9 +23,9 @@ WEIGHTS = (".safetensors", ".bin")  # suffixes
 OWN, DFLASH = "own", "dflash"  # kinds of a draft of this project, and of one that engines alone run
 
 
-def default_workload(target: str) -> str:
+def default_workload(target: str, *, has_config: bool = True) -> str:
     """The prompts for a target: those of a packaged model or of the bundled pair; for other targets the shipped ones,
-    with images where the target's config has a vision model.
+    with images where the target's config has a vision model. Without ``has_config`` only an engine reads the target.
 
     Raises:
         UserError: as ``resolve``.
@@ -34,7 +34,7 @@ def default_workload(target: str) -> str:
         return target
     if target in bundled_models():
         return DEFAULT_PAIR
-    return ",".join(SHIPPED if "vision_config" in sizes_of(target)[1] else TEXTS)
+    return ",".join(SHIPPED if has_config and "vision_config" in sizes_of(target)[1] else TEXTS)
 
 
 def default_drafts(target: str) -> tuple[str, ...]:
@@ -59,7 +59,9 @@ def heads_near(target: str, sizes: Mapping[str, Any]) -> dict[str, str]:
     """Heads that name a target or have its sizes, in the Hub's cache and beside a target of this machine: their names
     and kinds, ``OWN`` for drafts that ``autotune train`` wrote.
     """
-    kinds = {name: _kind_of(path, target, sizes) for name, path in _folders(target).items()}
+    beside = Path(target).parent.glob(f"*/{CONFIG}") if Path(target).exists() else ()
+    folders = cached_models() | {str(path.parent): path.parent for path in sorted(beside)}
+    kinds = {name: _kind_of(path, target, sizes) for name, path in folders.items()}
     return {name: kind for name, kind in kinds.items() if kind}
 
 
@@ -81,14 +83,10 @@ def has_own_head(folder: Path, sizes: Mapping[str, Any]) -> bool:
     if not (folder / INDEX).is_file():
         return is_promised
     after_the_last = f"layers.{sizes.get('num_hidden_layers')}."
-    names = read_json(folder / INDEX).get("weight_map", {})
-    return any("mtp." in name or (is_promised and after_the_last in name) for name in names)
-
-
-def _folders(target: str) -> Mapping[str, Path]:
-    """Models in the Hub's cache, and folders next to a target of this machine, by name."""
-    beside = Path(target).parent.glob(f"*/{CONFIG}") if Path(target).exists() else ()
-    return cached_models() | {str(path.parent): path.parent for path in sorted(beside)}
+    return any(
+        "mtp." in name or (is_promised and after_the_last in name)
+        for name in read_json(folder / INDEX).get("weight_map", {})
+    )
 
 
 def _kind_of(folder: Path, target: str, sizes: Mapping[str, Any]) -> str:
@@ -102,8 +100,8 @@ def _kind_of(folder: Path, target: str, sizes: Mapping[str, Any]) -> str:
         is_named = verifier is not None and Path(verifier).name == Path(target.partition("@")[0]).name
         has_sizes = hidden is not None and read == (hidden, sizes.get("vocab_size"))
         if is_own_draft(config):
-            layers = config.get("num_target_layers")
-            return OWN if (config.get("hidden_size"), layers) == (hidden, sizes.get("num_hidden_layers")) else ""
+            own = config.get("hidden_size"), config.get("num_target_layers")
+            return OWN if own == (hidden, sizes.get("num_hidden_layers")) else ""
         if any(file.suffix in WEIGHTS for file in folder.iterdir()) and (is_named or has_sizes):
             return DFLASH if is_dflash(config) else "eagle3" if is_eagle3(config) else ""
     return ""

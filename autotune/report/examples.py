@@ -52,19 +52,18 @@ class TokenTexts:
     """Tokens as text by the target's tokenizer, or as numbers without one."""
 
     def __init__(self, target: str) -> None:
-        self._tokenizer = _tokenizer(target)
-        self.has_tokenizer = self._tokenizer is not None
+        self.tokenizer = _tokenizer(target)
 
     def text(self, before: list[int], token: int) -> str:
         """The text that a token adds after ``before``; many tokenizers join words, and bytes of one character."""
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             return f"[{token}]"
-        if token < 0 or self._tokenizer.id_to_token(token) is None:
+        if token < 0 or self.tokenizer.id_to_token(token) is None:
             return "?"
         context = before[-8:]
-        prefix = self._tokenizer.decode(context, skip_special_tokens=False)
-        text = self._tokenizer.decode([*context, token], skip_special_tokens=False)
-        return text[len(prefix) :] if text.startswith(prefix) else str(self._tokenizer.id_to_token(token))
+        prefix = self.tokenizer.decode(context, skip_special_tokens=False)
+        text = self.tokenizer.decode([*context, token], skip_special_tokens=False)
+        return text[len(prefix) :] if text.startswith(prefix) else str(self.tokenizer.id_to_token(token))
 
 
 def _tokenizer(target: str) -> Any | None:

@@ -23,6 +23,8 @@ from autotune.study.document import StudyDocument, files_by_age, find_study, loa
 from autotune.study.records import ScreenedSubnet, screened_in
 from autotune.study.storage import LEDGER, RUNS, study_folder
 
+ELSEWHERE = "The study's records are not in its folder: if workers shared a database, give its URL with --storage."
+
 
 @dataclass(frozen=True)
 class Sources:
@@ -125,7 +127,6 @@ def find_sources(given: Path, *, study: str | None = None, storage: str | None =
 
 def _read_study(alone: Sources, folder: Path, study: StudyDocument, storage: str | None) -> Sources:
     """A profile's sources with the documents of its study."""
-    records: dict[str, list[dict[str, Any]]] = {}
     subnets: list[ScreenedSubnet] = []
     candidates: list[Candidate] = []
     if storage is not None or (folder / LEDGER).exists():
@@ -133,16 +134,16 @@ def _read_study(alone: Sources, folder: Path, study: StudyDocument, storage: str
 
         ledger = Ledger(folder / LEDGER if storage is None else storage, must_exist=True)
         with ledger.reading():
-            for stage, keys in study.records.items():
-                records[stage] = list(ledger.records(keys).values())
-            subnets = [subnet for record in records.get("subnets", []) for subnet in screened_in(record)]
+            subnets = [
+                subnet
+                for record in ledger.records(study.records.get("subnets", [])).values()
+                for subnet in screened_in(record)
+            ]
             candidates = [
                 Candidate.model_validate(content, strict=False)
-                for record in records.get("trees", [])
+                for record in ledger.records(study.records.get("trees", [])).values()
                 for content in record.get("fastest", ())
             ]
-    is_elsewhere = study.records.get("trees") and not candidates
-    text = "The study's records are not in its folder: if workers shared a database, give its URL with --storage."
     tables = (CostTable.load(path) for path in files_by_age(folder, "*.cost.json"))
     return replace(
         alone,
@@ -153,5 +154,5 @@ def _read_study(alone: Sources, folder: Path, study: StudyDocument, storage: str
         screened=list({s.variant: s for s in subnets}.values()),
         candidates=sorted({c.key: c for c in candidates}.values(), key=lambda c: c.rank),
         runs=read_lines(folder / RUNS),
-        notes=[text] if is_elsewhere else [],
+        notes=[ELSEWHERE] if study.records.get("trees") and not candidates else [],
     )

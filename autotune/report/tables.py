@@ -31,18 +31,24 @@ def heads_label(subnet: Subnet) -> str:
 def decoding_table(profile: DecodingProfile) -> Table:
     """How the profile decodes, with its predicted and measured speedups."""
     point, configuration = profile.point, configuration_of(profile.point)
-    output = "lossless: it equals the target's own, token for token"
     facts = {
         "backend": profile.backend,
-        "output": output if point.lossless else f"LOSSY, not the target's own: {point.verification.kind} verification",
+        "output": "lossless: it equals the target's own, token for token"
+        if point.lossless
+        else f"LOSSY, not the target's own: {point.verification.kind} verification",
     }
     if (deployment := point.deployment) is not None:
-        build = f"{' '.join(deployment.command)} (build {deployment.build})"
-        facts |= {"model": deployment.model.id, "speculation": deployment.label, "command": build}
+        facts |= {
+            "model": deployment.model.id,
+            "speculation": deployment.label,
+            "command": f"{' '.join(deployment.command)} (build {deployment.build})",
+        }
     elif configuration is not None and point.draft is not None:
-        draft = f"{point.draft.id} ({point.draft.kind})"
-        subnet = point.draft.subnet.label or "all of it"
-        facts |= {"draft": draft, "subnet": subnet, "tree": configuration.tree_label}
+        facts |= {
+            "draft": f"{point.draft.id} ({point.draft.kind})",
+            "subnet": point.draft.subnet.label or "all of it",
+            "tree": configuration.tree_label,
+        }
     else:
         facts["draft"] = "none: no draft was faster on this device"
     if (price := point.fallback) is not None:
@@ -113,10 +119,15 @@ def cumulative_ablation(sources: Sources) -> dict[str, ScreenedSubnet]:
 
 def ablation_table(sources: Sources) -> Table:
     """The gain of each dimension of a subnet; without rows where none was searched."""
-    steps = cumulative_ablation(sources)
-    rows = [[label, f"{s.draft} {s.subnet.label}".strip(), times(s.speedup)] for label, s in steps.items()]
-    title = "The best chain, as the dimensions of the subnet are freed one by one"
-    return Table(title, ["dimension", "subnet", "predicted speedup"], rows if len(rows) > 1 else [])
+    rows = [
+        [label, f"{s.draft} {s.subnet.label}".strip(), times(s.speedup)]
+        for label, s in cumulative_ablation(sources).items()
+    ]
+    return Table(
+        "The best chain, as the dimensions of the subnet are freed one by one",
+        ["dimension", "subnet", "predicted speedup"],
+        rows if len(rows) > 1 else [],
+    )
 
 
 def acceptance_tables(sources: Sources) -> list[Table]:
@@ -150,12 +161,17 @@ def acceptance_tables(sources: Sources) -> list[Table]:
             for place, row in enumerate(zip(*both, strict=True), start=1)
             if any(offered for offered, _ in row)
         ]
-        columns = [
-            kind,
-            f"replayed, {len(prompts)} tuning prompts",
-            f"measured, {len(sources.evidence_runs)} held-out prompts",
-        ]
-        tables.append(Table(f"Accepted of offered tokens by {kind}", columns, rows))
+        tables.append(
+            Table(
+                f"Accepted of offered tokens by {kind}",
+                [
+                    kind,
+                    f"replayed, {len(prompts)} tuning prompts",
+                    f"measured, {len(sources.evidence_runs)} held-out prompts",
+                ],
+                rows,
+            )
+        )
     return tables
 
 

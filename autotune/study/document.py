@@ -63,10 +63,13 @@ def finalists_table(measured: Sequence[MeasuredConfiguration]) -> Table:
         ]
         for arm in measured
     ]
-    columns = ["configuration", "predicted, 90 %", "measured, 95 %", "error", "runs"]
-    labels = {arm.name: arm.configuration.label for arm in measured}
-    title = "Finalists and published defaults on tuning prompts"
-    return Table(title, columns, rows, details=["error"], labels=labels)
+    return Table(
+        "Finalists and published defaults on tuning prompts",
+        ["configuration", "predicted, 90 %", "measured, 95 %", "error", "runs"],
+        rows,
+        details=["error"],
+        labels={arm.name: arm.configuration.label for arm in measured},
+    )
 
 
 class StudyDocument(Document, kind="study", made_by="autotune search"):

@@ -161,10 +161,9 @@ class Ledger:
     def put(self, key: str, record: Record) -> None:
         """Write a record that this worker has claimed. A finished record is never replaced, and names no worker."""
         table = self._table
-        text = json.dumps(record, allow_nan=False)
+        update = table.update().where(table.c.key == key, table.c.record.is_(None))
         with self._transaction() as connection:
-            chosen = (table.c.key == key) & table.c.record.is_(None)
-            connection.execute(table.update().where(chosen).values(record=text, owner=""))
+            connection.execute(update.values(record=json.dumps(record, allow_nan=False), owner=""))
 
     def work(
         self,

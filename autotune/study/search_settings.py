@@ -23,14 +23,13 @@ from autotune.documents.search_space import SearchSpace
 from autotune.errors import UserError, nearest
 from autotune.files import WORKSPACE, Document, require_writable
 from autotune.machine.device import check_supported, choose_device, fingerprint, gpu_fault, local_devices, local_gpus
-from autotune.modeling.gguf import PACKAGED
-from autotune.modeling.loading import BUNDLED_TARGET, Dtype, bundled_models
+from autotune.modeling.loading import BUNDLED_TARGET, Dtype
 from autotune.modeling.target_defaults import default_drafts, default_workload
 from autotune.study.outputs import choose_output, settings_key
 from autotune.study.spaces import space_path
 from autotune.study.storage import PROFILE, STUDY, storage_url, study_folder
 from autotune.workloads.formats import Format
-from autotune.workloads.workload import TEXTS, Workload, WorkloadSplit, load_workload
+from autotune.workloads.workload import Workload, WorkloadSplit, load_workload
 
 OF_NO_RESULT = {"output", "table", "folder", "jobs", "storage", "wait_until_idle_s"}
 """Settings with which a search stays the same one."""
@@ -158,11 +157,10 @@ class SearchSettings(Document):
             target, backends = backends[0].partition("=")[2] or target, ()
         values = {**values, "target": target, "backends": backends}
         drafts, workload = values.get("drafts") or (), values.get("workload")
-        if not backends or any(name.partition("=")[0] == RUNTIME for name in backends):
+        is_of_runtime = not backends or any(name.partition("=")[0] == RUNTIME for name in backends)
+        if is_of_runtime:
             drafts = drafts or default_drafts(target)
-            workload = workload or default_workload(target)
-        is_known = target in PACKAGED or target in bundled_models()
-        workload = workload or (default_workload(target) if is_known else ",".join(TEXTS))
+        workload = workload or default_workload(target, has_config=is_of_runtime)
         return {
             "has_default_drafts": not values.get("drafts"),
             **values,
@@ -174,15 +172,18 @@ class SearchSettings(Document):
     @property
     def names_backends(self) -> bool:
         """Whether an option is given that is for backends."""
-        options = self.backends or self.loads or self.any_weights
-        return bool(options) or any(map(is_of_backend, self.changes))
+        return bool(self.backends or self.loads or self.any_weights) or any(map(is_of_backend, self.changes))
 
     def of_runtime(self, model: str, budget_s: float, output: Path) -> SearchSettings:
         """The settings of the runtime's part in a search of several backends."""
         values = self.model_dump(exclude={"backends", "loads", "any_weights", "has_default_drafts"})
-        changes = tuple(change for change in self.changes if not is_of_backend(change))
-        drafts = () if self.has_default_drafts else self.drafts
-        of_runtime = {"target": model, "drafts": drafts, "changes": changes, "budget_s": budget_s, "output": output}
+        of_runtime = {
+            "target": model,
+            "drafts": () if self.has_default_drafts else self.drafts,
+            "changes": tuple(change for change in self.changes if not is_of_backend(change)),
+            "budget_s": budget_s,
+            "output": output,
+        }
         return SearchSettings(**values | of_runtime)
 
     def load_prompts(self, split: WorkloadSplit, count: int | None = None) -> Workload:
@@ -192,8 +193,7 @@ class SearchSettings(Document):
             UserError: as ``load_workload``.
         """
         workload = load_workload(self.workload, split, num_prompts=count, format=self.workload_format)
-        workload = workload.cut(len(workload.prompts), self.max_new_tokens)
-        workload = workload.with_variables(self.chat_template_kwargs)
+        workload = workload.cut(len(workload.prompts), self.max_new_tokens).with_variables(self.chat_template_kwargs)
         return workload if self.temperature is None else workload.sampled(self.temperature)
 
     @property
@@ -220,8 +220,11 @@ class SearchSettings(Document):
     @property
     def key(self) -> str:
         """Hash of what determines the result: searches of other settings, prompts or spaces have other keys."""
-        settings = self.model_dump(mode="json", exclude_defaults=True, exclude=OF_NO_RESULT)
-        return settings_key(settings, self.workload, space_path(self.space))
+        return settings_key(
+            self.model_dump(mode="json", exclude_defaults=True, exclude=OF_NO_RESULT),
+            self.workload,
+            space_path(self.space),
+        )
 
 
 def check_settings(settings: SearchSettings) -> SearchSettings:
@@ -232,9 +235,9 @@ def check_settings(settings: SearchSettings) -> SearchSettings:
             cannot be written, or that holds anything but an earlier result of this search.
     """
     check_capture_sizes(settings.capture_sizes)
+    changes = [change for change in settings.changes if not is_of_backend(change)]
     if settings.study is not None:
         require_writable(study_folder(settings.study, settings.folder) / STUDY, "--study")
-    changes = [change for change in settings.changes if not is_of_backend(change)]
     SearchSpace.load(space_path(settings.space)).changed(changes)
     if settings.storage is not None:
         storage_url(settings.storage)

@@ -125,8 +125,7 @@ def by_tasks_in_turn(rows: Sequence[tuple[int, Prompt]]) -> list[tuple[int, Prom
     by_task: dict[str, list[tuple[int, Prompt]]] = defaultdict(list)
     for number, prompt in sorted(unique.values(), key=lambda row: row[0]):
         questions = by_task[prompt.task]
-        split = "evaluate" if len(questions) % 2 else "tune"
-        questions.append((number, prompt.model_copy(update={"split": split})))
+        questions.append((number, prompt.model_copy(update={"split": "evaluate" if len(questions) % 2 else "tune"})))
     return [row for of_turn in itertools.zip_longest(*by_task.values()) for row in of_turn if row is not None]
 
 

@@ -117,6 +117,8 @@ class AnsweredPrompt(Prompt):
     @classmethod
     def _with_last_message(cls, content: Any) -> Any:
         """A chat that ends with the assistant: its last message is the answer."""
+        if isinstance(content, dict) and content.get("turns") is not None:
+            raise ValueError("a training line has one answer, so that it has no turns; give messages")
         messages = content.get("messages") if isinstance(content, dict) else None
         last = messages[-1] if isinstance(messages, list) and messages else None
         if messages is None or not isinstance(last, dict) or last.get("role") != "assistant":
@@ -124,12 +126,6 @@ class AnsweredPrompt(Prompt):
         if content.get("answer") is not None:
             raise ValueError("messages end with the assistant's answer, and 'answer' is another; give one of them")
         return {**content, "messages": messages[:-1], "answer": Message.model_validate(last).text}
-
-    @model_validator(mode="after")
-    def _one_answer(self) -> AnsweredPrompt:
-        if self.turns is not None:
-            raise ValueError("a training line has one answer, so that it has no turns; give messages")
-        return self
 
     @property
     def unanswered(self) -> Prompt:
@@ -219,8 +215,7 @@ class WorkloadPrompt:
             UserError: an image or video that the model does not read, messages without a chat template, or text that
                 does not match the images.
         """
-        content = self.content
-        if not isinstance(content, str) and not getattr(processor, "chat_template", None):
+        if not isinstance(self.content, str) and not getattr(processor, "chat_template", None):
             raise UserError(
                 f"{self.name}: the target's processor has no chat template; give prompt instead of messages or turns"
             )

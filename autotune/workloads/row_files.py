@@ -52,7 +52,10 @@ def read_rows(path: Path) -> list[Row]:
         UserError: missing or empty file, or a line that is no JSON.
     """
     if path.suffix == ".parquet":
-        return list(enumerate(_parquet_rows(path), start=1))
+        import pyarrow.parquet as parquet
+
+        with reading(f"{path}: not a readable Parquet file", "check the path, or download it again"):
+            return list(enumerate(parquet.read_table(path).to_pylist(), start=1))
     text, rows = read_text(path), list[Row]()
     if text.lstrip().startswith("["):
         with suppress(ValueError):
@@ -65,10 +68,3 @@ def read_rows(path: Path) -> list[Row]:
             f'{path}: the file is empty; add a line such as {{"prompt": "What is this?", "images": ["photo.png"]}}'
         )
     return rows
-
-
-def _parquet_rows(path: Path) -> list[dict[str, Any]]:
-    import pyarrow.parquet as parquet
-
-    with reading(f"{path}: not a readable Parquet file", "check the path, or download it again"):
-        return list(parquet.read_table(path).to_pylist())

@@ -16,7 +16,7 @@ import functools
 import hashlib
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -153,7 +153,12 @@ def load_workload(
     if is_whole and name in BUNDLED:
         raise UserError(f"--whole: both splits can be read from a file only; {name!r} is bundled; leave --whole out")
     if name in BUNDLED:
-        return Workload(name, split, tuple(_bundled(name, split, num_prompts)))
+        path = bundled_file(name)
+        lines = [line for line in read_jsonl(path, AnsweredPrompt) if line[1].split == split][:num_prompts]
+        prompts = (
+            replace(load_prompt(path, number, line.unanswered), name=f"{line.task}/{number}") for number, line in lines
+        )
+        return Workload(name, split, tuple(prompts))
     if files := shipped_files(name):
         sets = [load_workload(str(path), split, is_whole=is_whole).prompts for path in files]
         in_turn = itertools.chain.from_iterable(itertools.zip_longest(*sets))
@@ -220,10 +225,3 @@ def bundled_file(name: str) -> Path:
     if not path.is_file():
         raise UserError(f"{name}: the file of this bundled workload, {path}, is missing; name another --workload")
     return path
-
-
-def _bundled(name: str, split: WorkloadSplit, num_prompts: int | None) -> Iterator[WorkloadPrompt]:
-    path = bundled_file(name)
-    lines = [line for line in read_jsonl(path, AnsweredPrompt) if line[1].split == split]
-    for number, line in lines[:num_prompts]:
-        yield replace(load_prompt(path, number, line.unanswered), name=f"{line.task}/{number}")

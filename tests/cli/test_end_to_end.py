@@ -62,7 +62,7 @@ def test_every_stage_from_end_to_end(pair: Pair, tmp_path: Path) -> None:
 
     table = stage("measure", *models, *workload, "--budget", "1s", "-o", "pair.cost.json", "--table", "cost.parquet")
     assert table == json.loads((tmp_path / "pair.cost.json").read_text())
-    assert table["schema"] == "autotune.cost-table/2"
+    assert table["schema"] == "autotune.cost-table/3"
 
     frame = pd.read_parquet(tmp_path / "cost.parquet")
     assert {"part", "tokens", "kv_length", "ms"} <= set(frame.columns) and len(frame) > 10

@@ -115,7 +115,7 @@ def test_prices_of_short_contexts_reach_no_further_than_the_longest() -> None:
 def test_drafts_are_found_by_weights_and_by_what_changes_the_cost_of_a_step() -> None:
     """Visual tokens and the injection layer do not change it; names are compared where there are no hashes."""
     (whole,) = cost_table().drafts
-    half, other = whole.model_copy(update={"heads": 0.5}), ModelReference(id="hub/two", sha256="")
+    half, other = whole.model_copy(update={"subnet": Subnet(heads=0.5)}), ModelReference(id="hub/two", sha256="")
     table = cost_table(drafts=[whole, half, whole.model_copy(update={"draft": other})])
     moved = ModelReference(id="elsewhere", sha256=DRAFT.sha256)
     assert table.costs_of(moved) == table.costs_of(DRAFT, Subnet(heads=1.0, visual_keep=0.1)) == whole
@@ -146,7 +146,7 @@ def test_unequal_shares_are_priced_between_equal_ones() -> None:
     (whole,) = table.drafts
     cheap = {"draft_first": surface(lambda n, m: 0.1 + 0.01 * n), "draft_level": surface(lambda n, m: 0.05 + 0.004 * n)}
     prefill = whole.prefill.model_copy(update={"intercept_ms": 3.0})
-    half = whole.model_copy(update={"heads": 0.5, "prefill": prefill, **cheap})
+    half = whole.model_copy(update={"subnet": Subnet(heads=0.5), "prefill": prefill, **cheap})
     table = table.model_copy(update={"drafts": [whole, half]})
 
     def prices(heads: Any) -> DensePrices:
@@ -159,7 +159,7 @@ def test_unequal_shares_are_priced_between_equal_ones() -> None:
         assert (getattr(low, name)[1:] < getattr(found, name)[1:]).all()
     assert found.draft_prefill.intercept_ms == pytest.approx(2.0 + whole.prefill.intercept_ms / 3)
     np.testing.assert_array_equal(found.verify_ms, low.verify_ms)
-    own = half.model_copy(update={"heads": (0.5, 1.0, 0.5)})
+    own = half.model_copy(update={"subnet": Subnet(heads=(0.5, 1.0, 0.5))})
     table = table.model_copy(update={"drafts": [whole, half, own]})
     np.testing.assert_array_equal(prices((0.5, 1.0, 0.5)).draft_level_ms, low.draft_level_ms)
     table = table.model_copy(update={"drafts": [whole, half]})
@@ -197,7 +197,7 @@ def test_subnets_share_the_line_of_a_prefill() -> None:
 def test_dataframe_has_a_row_for_every_measured_point() -> None:
     (costs,) = cost_table().drafts
     tested = surface(lambda n, m: 1.0 + n)
-    table = cost_table(verify=tested, drafts=[costs.model_copy(update={"heads": 0.5})])
+    table = cost_table(verify=tested, drafts=[costs.model_copy(update={"subnet": Subnet(heads=0.5)})])
     frame = table.to_dataframe()
     assert list(frame.columns) == ["part", "tokens", "kv_length", "ms"]
     of_draft = [f"tests/draft heads-0.5: {part}" for part in ("draft_first", "draft_level")]

@@ -18,7 +18,7 @@ from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import ArmFailed, UserError
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.bench import BenchArms, evaluation_prompts, require_arms, run_bench
-from autotune.evaluation.bench_arms import ARMS, assistant_of, choose_arms, runtime_arms
+from autotune.evaluation.bench_arms import ARMS, choose_arms, runtime_arms
 from autotune.evaluation.runtime_arms import RuntimeArms
 from autotune.machine.device import fingerprint
 from autotune.modeling.loading import reference
@@ -128,7 +128,9 @@ def test_assisted_generation_that_raises_fails_with_the_first_line(
     pair: Pair, processor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arms = RuntimeArms(Decoder(pair.target, pair.draft), processor)
-    monkeypatch.setattr(assistant_of(arms), "generate", Mock(side_effect=ValueError("It cannot.\nSecond line.")))
+    monkeypatch.setattr(
+        arms.decoder.draft.standalone_model, "generate", Mock(side_effect=ValueError("It cannot.\nSecond line."))
+    )
     (prompt,) = evaluation_prompts("workload.jsonl", num_prompts=1).prompts
     with pytest.raises(ArmFailed, match=r"generate raised ValueError: It cannot\.$"):
         ARMS[HF_ASSISTED](arms).decode(prompt)

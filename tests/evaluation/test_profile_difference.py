@@ -107,13 +107,6 @@ def test_answers_of_one_token_have_no_figures() -> None:
     assert found.num_shared_prompts == 3 and found.figures[ACCEPTANCE]["A"][0] == pytest.approx(120 / 50)
 
 
-def test_without_times_of_plain_decoding_by_prompt_its_mean_speed_counts() -> None:
-    """The arm of plain decoding makes 100 tokens a second in the hand-made profiles."""
-    a, old = profile(), profile()
-    old = old.model_copy(update={"evidence": old.evidence.model_copy(update={"plain_token_ms": []})})
-    assert difference_of(a, old, NAMES).figures[SPEEDUP]["B"][0] == pytest.approx(160 * 10 / 600)
-
-
 def test_the_command(tmp_path: Path) -> None:
     a, b, other = (str(tmp_path / name) for name in ("a.json", "b.json", "other.json"))
     profile().save(a)

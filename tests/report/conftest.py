@@ -94,7 +94,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeStudy]:
     table = cost_table(EVIL)
     costs = table.drafts[0].model_copy(update={"num_parameters": 10**6, "kv_bytes_per_token": 1024, "shape": SHAPE})
     half = SHAPE.model_copy(update={"text_parameters": SHAPE.text_parameters // 2, "crossing_share": 0.25})
-    table = table.model_copy(update={"drafts": [costs, costs.model_copy(update={"heads": 0.5, "shape": half})]})
+    table = table.model_copy(
+        update={"drafts": [costs, costs.model_copy(update={"subnet": Subnet(heads=0.5), "shape": half})]}
+    )
     table.save(folder / "0123.cost.json")
 
     ledger = Ledger(folder / LEDGER)

@@ -25,7 +25,7 @@ def found() -> list[ReplayedRound]:
 class NumberTokens:
     """Shows tokens as numbers in angle brackets, which HTML must escape."""
 
-    has_tokenizer = True
+    tokenizer = "by hand"
 
     def text(self, before: list[int], token: int) -> str:
         return f"<{token}>"

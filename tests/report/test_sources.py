@@ -137,7 +137,10 @@ def test_tokens_as_text() -> None:
     tokens = TokenTexts("digits/target")
     text = "Row 1 reads 3, 1, 4.\nThat makes 6."
     numbers = Tokenizer.from_file(f"{resolve('digits/target')}/tokenizer.json").encode(text).ids
-    assert tokens.has_tokenizer and "".join(tokens.text(numbers[:n], token) for n, token in enumerate(numbers)) == text
+    assert (
+        tokens.tokenizer is not None
+        and "".join(tokens.text(numbers[:n], token) for n, token in enumerate(numbers)) == text
+    )
     assert tokens.text([], -1) == "?"
     without = TokenTexts(decoding_profile().target.id)
-    assert not without.has_tokenizer and without.text([1], 17) == "[17]"
+    assert without.tokenizer is None and without.text([1], 17) == "[17]"

@@ -57,7 +57,7 @@ def table(pool: ModelPool) -> CostTable:
     """A table in which every draft costs the same."""
     known = cost_table()
     drafts = [
-        known.drafts[0].model_copy(update={"draft": pool.references[draft], "heads": subnet.heads})
+        known.drafts[0].model_copy(update={"draft": pool.references[draft], "subnet": subnet.of_price})
         for draft, subnet in priced_variants(variants_of(pool, SearchSpace.model_validate(GRID)))
     ]
     return known.model_copy(update={"drafts": drafts, "target": pool.target_reference})
