@@ -16,7 +16,6 @@ from autotune.console import Console
 from autotune.documents.decoding_profile import HF
 from autotune.engines.formats import Export, exported_text
 from autotune.evaluation.arms import Arm
-from autotune.evaluation.bench_arms import assistant_of
 from autotune.evaluation.race import Everyone, race
 from autotune.evaluation.runtime_arms import HuggingFaceArm, RuntimeArms
 from autotune.evaluation.summary import summarize
@@ -33,7 +32,7 @@ class ExportedArm(HuggingFaceArm):
 
     def __init__(self, arms: RuntimeArms, fields: dict[str, Any]) -> None:
         is_lookup = "prompt_lookup_num_tokens" in fields
-        super().__init__(EXPORTED, arms, None if is_lookup else assistant_of(arms))
+        super().__init__(EXPORTED, arms, None if is_lookup else arms.decoder.draft.standalone_model)
         self.fields = fields
 
     def generate(self, inputs: dict[str, Any], settings: Prompt) -> tuple[list[int], DecodingStats]:

@@ -32,7 +32,6 @@ from autotune.documents.speculation import OPTIONS, Speculation
 from autotune.engines.engine_server import EngineServer
 from autotune.engines.served import Served
 from autotune.evaluation.arms import Arm
-from autotune.evaluation.bench_arms import assistant_of
 from autotune.evaluation.race import Everyone, race
 from autotune.evaluation.runtime_arms import DecoderArm, HuggingFaceArm, RuntimeArm, RuntimeArms
 from autotune.evaluation.summary import summarize
@@ -156,7 +155,7 @@ def peers_of(runtime: RuntimeArms, flashspec: Path | None) -> tuple[list[Arm], l
         HuggingFaceArm(HF, runtime, threads=threads),
         PromptLookupArm("hf-prompt-lookup", runtime, threads=threads),
     ]
-    draft = assistant_of(runtime)
+    draft = runtime.decoder.draft and runtime.decoder.draft.standalone_model
     if draft is None:
         notes.append(
             "the profile's draft is no whole model, so that assisted generation and flashspec's default cannot use it"

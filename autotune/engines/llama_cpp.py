@@ -16,7 +16,14 @@ from autotune.engines.engine_server import NATURAL, TEXT, TIMES, TOKENS, EngineS
 from autotune.engines.served import Served
 from autotune.errors import UserError
 from autotune.files import known_sha256_of
-from autotune.modeling.gguf import SUFFIX, architecture_of, find_gguf, gguf_sizes, has_own_head, require_chat_template
+from autotune.modeling.gguf import (
+    SUFFIX,
+    architecture_of,
+    find_gguf,
+    gguf_sizes,
+    has_nextn_layers,
+    require_chat_template,
+)
 from autotune.workloads.prompt import WorkloadPrompt
 
 PRICED_BY = Speculation(type="ngram-mod", options={"n-match": 4, "n-min": 0, "n-max": 64})
@@ -197,7 +204,9 @@ class LlamaBackend(EngineBackend):
     def find_heads(self) -> list[tuple[ModelType, Path | None, int]]:
         """Those in the file, and in its folder with its hidden size."""
         path = Path(self.target)
-        heads: list[tuple[ModelType, Path | None, int]] = [("draft-mtp", None, DEEPEST)] if has_own_head(path) else []
+        heads: list[tuple[ModelType, Path | None, int]] = (
+            [("draft-mtp", None, DEEPEST)] if has_nextn_layers(path) else []
+        )
         hidden = gguf_sizes(path).get("hidden_size")
         for file in sorted(path.parent.glob(f"*{SUFFIX}")):
             if (kind := HEADS.get(architecture_of(file))) and gguf_sizes(file).get("hidden_size") == hidden:

@@ -140,7 +140,7 @@ def gguf_sizes(model: Path) -> dict[str, int]:
     return {key: int.from_bytes(value, "little") for key, value in found.items()}
 
 
-def has_own_head(model: Path) -> bool:
+def has_nextn_layers(model: Path) -> bool:
     """Whether a GGUF file says in its first metadata that it has multi-token prediction layers."""
     with model.open("rb") as file:
         return NEXTN_MARK in file.read(1 << 20)

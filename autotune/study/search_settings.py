@@ -55,6 +55,7 @@ class SearchSettings(Document):
     dtype: Dtype | None = setting(
         None,
         "Data type of the target and its trained drafts; default: the checkpoint's, and for GGUF files bfloat16 where the device multiplies it natively.",
+        rare=True,
     )
     drafts: tuple[str, ...] = setting(
         (),
