@@ -13,7 +13,7 @@ FORMATS = ("command", "vllm-yaml", "llama-ini", "generation-config", "sglang-jso
 """The names in ``engines.formats.FORMATS``, whose import takes longer."""
 
 
-@click.command(cls=Verb, short_help="Print the command that serves a profile, or write a file for an engine.")
+@click.command(cls=Verb, short_help="Print the command, or write the file, that serves a profile.")
 @click.argument("profile", type=click.Path(path_type=Path))
 @click.option(
     "--as",
@@ -43,12 +43,14 @@ def command(profile: Path, form: str, draft_tokens: int | None, models: Path, ou
     that an engine reads in place of the command.
     """
     from autotune.cli.preflight import require_profile
+
+    document = require_profile(profile)
+
     from autotune.console import Console
     from autotune.engines.formats import Export, exported_text
     from autotune.files import write_bytes
     from autotune.study.outputs import require_replaceable
 
-    document = require_profile(profile)
     if output is not None:
         require_replaceable(output, "-o")
     text = exported_text(form, Export(document, Console(), draft_tokens, models))

@@ -62,13 +62,13 @@ def vllm_deployment(
             f"the profile of {target} decodes without a draft model, so there is nothing to export; tune vLLM's own speculation by autotune "
             "search --backend vllm"
         )
+    require_writable(models / CONFIG, "--models")
     depth = chain_of(profile, draft_tokens, "vLLM", console).depth
     if (files := find_model_files(target, local_only=False)) is None:
         raise UserError(
             f"{target}: vLLM loads a folder with config.json and safetensors; tune this file in llama.cpp by autotune search --backend "
             "llama.cpp"
         )
-    require_writable(models / CONFIG, "--models")
     kind, path = served_draft(draft.id, target, models)
     (option,) = OPTIONS[kind]
     speculation = Speculation(type=kind, options={option: depth}, model=str(path))

@@ -116,7 +116,7 @@ def test_traces_propose_frequent_tokens(
 def test_a_cost_table_prices_vocabularies_and_weights_apart(subnet: dict[str, Any], name: str) -> None:
     table, other = cost_table(), Subnet(vocabulary=0.25, weights="float8")
     (whole, *_) = table.drafts
-    cut = whole.model_copy(update=subnet)
+    cut = whole.model_copy(update={"subnet": Subnet(**subnet)})
     both = table.model_copy(update={"drafts": [*table.drafts, cut]})
     assert both.costs_of(whole.draft, Subnet(**subnet)) is cut and both.costs_of(whole.draft) is whole
     assert cut.name == f"{whole.name} {name}"
