@@ -233,8 +233,8 @@ class EngineBackend(Backend):
             for kind, rows in self.space.items()
             for values in (OPTIONS[kind].values(), *rows)
         ]
-        chains = [head.at_depth(k) for head in self.heads.values() for k in range(1, (head.depth or 0) + 1)]
-        speculations += [speculation for speculation in chains if speculation is not None]
+        for head in self.heads.values():
+            speculations += [head.at_depth(k) or head for k in range(1, (head.depth or 0) + 1)]
         return list({speculation.label: speculation for speculation in speculations}.values())
 
     def record(self, prompts: Sequence[WorkloadPrompt], until: float = math.inf) -> EngineRecorded:

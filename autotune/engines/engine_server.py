@@ -35,8 +35,10 @@ OBJECT = TypeAdapter[dict[str, Any]](dict[str, Any])
 T = TypeVar("T")
 ADVICE = "give the address of a serving engine, such as http://localhost:8000"
 
-COUNTED = r"(?:spec_decode|generation|prefix_cache)\w+_total|num_requests_waiting"
-SAMPLE = re.compile(rf"^((?:vllm|llamacpp):(?:{COUNTED}))(?:\{{.*\}})? (\S+)", re.MULTILINE)
+SAMPLE = re.compile(
+    r"^((?:vllm|llamacpp):(?:(?:spec_decode|generation|prefix_cache)\w+_total|num_requests_waiting))(?:\{.*\})? (\S+)",
+    re.MULTILINE,
+)
 
 
 def text_chat(prompt: WorkloadPrompt) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from autotune.engines.served import Served
 from autotune.errors import UserError
 from autotune.files import known_sha256_of
 from autotune.modeling.gguf import SUFFIX, architecture_of, find_gguf, gguf_sizes, has_own_head, require_chat_template
+from autotune.modeling.hub import is_id
 from autotune.workloads.prompt import WorkloadPrompt
 
 PRICED_BY = Speculation(type="ngram-mod", options={"n-match": 4, "n-min": 0, "n-max": 64})
@@ -40,11 +41,7 @@ def llama_arguments(speculation: Speculation | None) -> list[str]:
     if speculation is None:
         return []
     words = ["--spec-type", speculation.type]
-    words += (
-        ["--spec-draft-model", str(find_gguf(speculation.model, is_split=True) or speculation.model)]
-        if speculation.model
-        else []
-    )
+    words += ["--spec-draft-model", speculation.model] if speculation.model else []
     for name, value in speculation.options.items():
         words += [f"--spec-{'draft' if speculation.is_chain else speculation.type}-{name}", str(value)]
     return words
@@ -216,6 +213,8 @@ class LlamaBackend(EngineBackend):
         return FILE_TYPES.get(number, "quantized")
 
     def words(self, speculation: Speculation | None) -> list[str]:
+        if speculation is not None and (draft := speculation.model) and is_id(draft.partition(":")[0]):
+            speculation = speculation.model_copy(update={"model": str(find_gguf(draft, is_split=True) or draft)})
         return [str(self.executable), "-m", self.target, *self.arguments, *llama_arguments(speculation)]
 
     def own_words(self, alias: str, at_once: int, longest: int) -> list[str]:

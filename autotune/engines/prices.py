@@ -23,7 +23,6 @@ from autotune.engines.served import Served
 from autotune.errors import UserError
 from autotune.trees.limits import Floats
 
-Clock = Literal["wall", "cpu"]
 PRICED_TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 REPEATS = 3
 CPU_RATIO = 4  # of CPU times of the longest verification and of a plain pass, above which the CPU computes them
@@ -87,7 +86,7 @@ class EnginePrices(Prices):
     """Milliseconds of a draft by its tokens, by type; linear between two numbers of tokens."""
 
     @functools.cached_property
-    def clock(self) -> Clock:
+    def clock(self) -> Literal["wall", "cpu"]:
         """The CPU's where the engine computes on it, so that long verifications take its time; else the wall's."""
         least, most = (
             np.median([ms for step in self.priced if step.tokens == n for ms in step.cpu_ms])
