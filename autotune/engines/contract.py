@@ -23,11 +23,6 @@ from autotune.engines.backend import Backend
 from autotune.workloads.prompt import WorkloadPrompt
 
 
-def counts_of(answer: Decoded) -> tuple[int, int, int]:
-    """Verifications, draft tokens and accepted ones, as ``Steps.counts`` has them."""
-    return answer.rounds - answer.plain_steps, answer.verified_nodes, answer.accepted_tokens
-
-
 class BackendContract:
     """A subclass has the fixtures ``backend``, and ``prompts``: at least three, of which one is answered with more than
     two tokens.
@@ -93,8 +88,8 @@ class BackendContract:
             assert [answer.tokens for answer in answers] == [answer.tokens for answer in recorded.answers], (
                 configuration
             )
-            assert list(map(counts_of, answers)) == counts, configuration
-            assert arm.keeps_state is True or list(map(counts_of, again)) == counts[::-1], configuration
+            assert [answer.draft_counts for answer in answers] == counts, configuration
+            assert arm.keeps_state is True or [answer.draft_counts for answer in again] == counts[::-1], configuration
             assert all(
                 type(answer) is Decoded and answer.arm == arm.key and answer.decode_ms >= 0 for answer in answers
             )

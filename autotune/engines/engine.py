@@ -333,10 +333,10 @@ class EngineBackend(Backend):
         following = [pricing.continuation(*pair) for pair in zip(answers, recorded.prompts, strict=False)]
         answers = [a.model_copy(update={"beyond": beyond}) for a, beyond in zip(answers, following, strict=True)]
         pairs = replayed_pairs(tested, answers, recorded.context)
-        exact = [(answer, replayed) for answer, replayed in pairs if answer.counts == replayed.counts]
+        exact = [(answer, replayed) for answer, replayed in pairs if answer.draft_counts == replayed.counts]
         counted, predicted = (
             "{} verifications, {} drafted, {} accepted".format(*map(sum, zip(*rows, strict=True)))
-            for rows in ([answer.counts for answer, _ in pairs], [replayed.counts for _, replayed in pairs])
+            for rows in ([answer.draft_counts for answer, _ in pairs], [replayed.counts for _, replayed in pairs])
         )
         self.console.say(
             f"self-test  {tested.type}: counts are the predicted in {len(exact)} of {len(pairs)} requests; {counted}"
@@ -369,11 +369,11 @@ class EngineBackend(Backend):
 
     @contextmanager
     def arm(self, configuration: Speculation | None) -> Iterator[EngineArm]:
+        model = self.model.sha256 or self.model.id
         with self.started(configuration) as server:
-            key = [self.name, self.model.sha256 or self.model.id, self.build, self.arguments]
             yield EngineArm(
                 name=configuration.label if configuration else OFF,
-                key=content_key([*key, configuration and configuration.key]),
+                key=content_key([self.name, model, self.build, self.arguments, configuration and configuration.key]),
                 keeps_state=configuration is not None and configuration.type in KEEPS_STATE,
                 server=server,
                 pause_s=self.pause_s,

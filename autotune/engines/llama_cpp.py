@@ -27,8 +27,6 @@ SUMS = ("predicted_n", "draft_n", "draft_n_accepted")
 """Tokens, draft tokens and accepted ones of a reply so far."""
 HEADS: dict[str, ModelType] = {"eagle3": "draft-eagle3", "dflash": "draft-dflash"}
 """Types of files that hold a head alone, by their architecture."""
-FILE_TYPE_KEY = b"general.file_type"
-MOST_HEADER = 1 << 26  # bytes of a GGUF file before its tensors
 FILE_TYPES = {
     **{0: "float32", 1: "float16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K"},
     **{12: "Q3_K_M", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 32: "bfloat16"},
@@ -207,10 +205,7 @@ class LlamaBackend(EngineBackend):
     def read_model(self) -> str:
         if self.url is None and "--chat-template" not in " ".join(self.arguments):
             require_chat_template(Path(self.target))
-        with Path(self.target).open("rb") as file:
-            value = file.read(MOST_HEADER).partition(FILE_TYPE_KEY)[2]  # llama-quantize writes it behind the vocabulary
-        number = int.from_bytes(value[4:8], "little") if value else -1  # after its type
-        return FILE_TYPES.get(number, "quantized")
+        return FILE_TYPES.get(gguf_sizes(Path(self.target)).get("file_type", -1), "quantized")
 
     def words(self, speculation: Speculation | None) -> list[str]:
         if speculation is not None and (draft := speculation.model) and is_id(draft.partition(":")[0]):

@@ -74,12 +74,10 @@ def measure_verifications(
     ]
 
 
-@dataclass(frozen=True)
+@dataclass
 class EnginePrices(Prices):
     """Milliseconds of a forward pass by tokens read and tokens before them, interpolated between medians."""
 
-    priced: Sequence[PricedStep]
-    left_out: Mapping[str, str] = field(default_factory=dict)
     factors: Mapping[str, float] = field(default_factory=lambda: dict(ALONE))
     """See ``ALONE``."""
     drafts: Mapping[str, Mapping[int, float]] = field(default_factory=dict)

@@ -145,14 +145,9 @@ class VllmServer(EngineServer):
         before, cpu_ms = self.metrics(), self.cpu_ms()
         answer, seconds, is_ended, counts = self._decode(tokens, limit, prompt, **options)
         cpu_ms = max(0.0, self.cpu_ms() - cpu_ms)
-        verifications = list[list[int]]()
-        if counts is not None:
-            rounds, drafted, accepted, verifications = self._counts_of(counts, len(answer))
-        elif self.process is not None and self.speculation is None:
-            rounds, drafted, accepted = 0, 0, 0
-        else:
-            rounds, drafted, accepted = self._counts_since(before, len(answer))
-            verifications = [[1, drafted, accepted]] if rounds == 1 else []
+        rounds, drafted, accepted, verifications = (
+            self._counts_since(before, len(answer)) if counts is None else self._counts_of(counts, len(answer))
+        )
         with self.reply_of(COMPLETIONS):
             spent = seconds[-1] - seconds[0]
             return Served.of(
@@ -194,13 +189,15 @@ class VllmServer(EngineServer):
         placed = [list(row) for row in zip(ends, drafted, accepted, strict=False)]
         return len(drafted), sum(drafted), sum(accepted), placed if ends[-1] >= num_tokens else []
 
-    def _counts_since(self, before: Counter[str], num_tokens: int) -> list[int]:
+    def _counts_since(self, before: Counter[str], num_tokens: int) -> tuple[int, int, int, list[list[int]]]:
         """Verifications, draft tokens and accepted ones since ``before``, when the engine has counted an answer of
-        ``num_tokens`` tokens.
+        ``num_tokens`` tokens, and the verification if there is one alone.
 
         Raises:
             UserError: the engine counts other tokens, because it serves other clients.
         """
+        if self.process is not None and self.speculation is None:
+            return 0, 0, 0, []
         deadline = time.monotonic() + SETTLING_S
         while (generated := (now := self.metrics())[GENERATED] - before[GENERATED]) != num_tokens:
             if time.monotonic() > deadline or generated > num_tokens:
@@ -208,7 +205,8 @@ class VllmServer(EngineServer):
                     f"{self.url}: the engine counted {generated} tokens for answers of {num_tokens}; stop its other clients"
                 )
             time.sleep(0.01)
-        return [now[name] - before[name] for name in COUNTERS]
+        rounds, drafted, accepted = (now[name] - before[name] for name in COUNTERS)
+        return rounds, drafted, accepted, [[1, drafted, accepted]] if rounds == 1 else []
 
     def _decode(
         self, tokens: list[int], limit: int, prompt: WorkloadPrompt | None, **options: Any
@@ -298,13 +296,10 @@ class VllmBackend(EngineBackend):
     def find_heads(cls, target: str) -> list[tuple[ModelType, Path | None, int]]:
         folder, sizes = sizes_of(target)
         layers = max(int(sizes.get(key) or 0) for key in MTP_PROMISES) if has_own_head(folder, sizes) else 0
-        heads: list[tuple[ModelType, Path | None, int]] = []
-        if layers:
-            heads.append(("mtp", None, layers if layers > 1 else DEEPEST))  # of several, each drafts one token
-        for name, kind in heads_near(target, sizes).items():
-            if kind != OWN:
-                heads.append((*served_draft(name, target, CONVERTED), DEEPEST))
-        return heads
+        deepest = layers if layers > 1 else DEEPEST  # of several, each drafts one token
+        heads: list[tuple[ModelType, Path | None, int]] = [("mtp", None, deepest)] if layers else []
+        near = [name for name, kind in heads_near(target, sizes).items() if kind != OWN]
+        return heads + [(*served_draft(name, target, CONVERTED), DEEPEST) for name in near]
 
     def given(self, option: str) -> list[Any]:
         """The values of an option among the user's arguments."""
@@ -319,8 +314,7 @@ class VllmBackend(EngineBackend):
 
     def words(self, speculation: Speculation | None) -> list[str]:
         """With the checkpoint's precision, as vLLM would serve float32 in another one."""
-        is_given = any(word.partition("=")[0] == "--dtype" for word in self.arguments)
-        dtype = [] if is_given else ["--dtype", self.precision]
+        dtype = [] if self.given("--dtype") else ["--dtype", self.precision]
         return [str(self.executable), "serve", self.target, *self.arguments, *dtype, *vllm_arguments(speculation)]
 
     def own_words(self, alias: str, at_once: int, longest: int) -> list[str]:

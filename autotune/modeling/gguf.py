@@ -25,8 +25,11 @@ SIZE_MARKS = {
     "hidden_size": b".embedding_length\4\0\0\0",
     "num_hidden_layers": b".block_count\4\0\0\0",
     "vocab_size": b"tokenizer.ggml.tokens\x09\0\0\0\x08\0\0\0",
+    "file_type": b"general.file_type\4\0\0\0",
 }
-"""The bytes in front of a model's sizes: a key and the type of its value, an integer or a list of texts."""
+"""The bytes in front of a model's sizes and of the number of its file type: a key and the type of its value, an integer
+or a list of texts.
+"""
 NEXTN_MARK = b".nextn_predict_layers\4\0\0\0"
 """The key of the number of such layers, which is left out where there are none, and the type of its value."""
 METADATA_BYTES = 1 << 28  # at the begin of a file, in which its metadata lie
@@ -131,11 +134,11 @@ def architecture_of(model: Path) -> str:
 
 
 def gguf_sizes(model: Path) -> dict[str, int]:
-    """Hidden size, layers and vocabulary of a GGUF file, by the keys of configs; those that it does not give are
-    missing.
+    """Hidden size, layers and vocabulary of a GGUF file, by the keys of configs, and its ``file_type``, which
+    llama-quantize writes behind the vocabulary; those that it does not give are missing.
     """
     with model.open("rb") as file:
-        head = file.read(1 << 20)
+        head = file.read(1 << 26)
     found = {key: head.partition(mark)[2][:4] for key, mark in SIZE_MARKS.items() if mark in head}
     return {key: int.from_bytes(value, "little") for key, value in found.items()}
 

@@ -170,7 +170,7 @@ def race_finalists(
     as_predicted, rows = dict[str, tuple[int, int]](), []
     for name, finalist in finalists.items():
         pairs = list(zip(raced.runs[name], finalist.counts, strict=False))
-        same = sum((run.rounds - run.plain_steps, run.verified_nodes, run.accepted_tokens) == c for run, c in pairs)
+        same = sum(run.draft_counts == counts for run, counts in pairs)
         as_predicted[name] = same, len(pairs)
         speedup, runs = times(finalist.predicted.speedup), len(raced.runs[name])
         rows.append([finalist.predicted.title, speedup, f"{runs}", f"{same}/{len(pairs)}"])
