@@ -164,10 +164,9 @@ def backends_table(backends: Sequence[BackendResult]) -> Table:
         ]
         for result in backends
     ]
-    deployed = [place for place, result in enumerate(backends) if result.is_deployed]
     return Table(
         f"Backends on {max((result.num_prompts for result in backends), default=0)} held-out prompts",
         ["backend", "model", "configuration", "seconds", "speedup", "agreement"],
         rows,
-        emphasised=deployed[0] if deployed else None,
+        emphasised=next((place for place, result in enumerate(backends) if result.is_deployed), None),
     )

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 from autotune.console import Console
 from autotune.documents.decoded import Decoded
@@ -23,14 +23,6 @@ from autotune.documents.speculation import Speculation
 from autotune.errors import ArmFailed, UserError
 from autotune.trees.limits import Floats
 from autotune.workloads.prompt import WorkloadPrompt
-
-
-class Steps(Protocol):
-    """The result of ``Backend.replay``: the forward passes that a configuration takes for the recorded answers."""
-
-    @property
-    def counts(self) -> Sequence[tuple[int, int, int]]:
-        """Verifications, draft tokens and accepted ones of each prompt."""
 
 
 @dataclass
@@ -137,8 +129,10 @@ class Backend(ABC):
         """Measure forward passes, and find out which types are replayed as they are served."""
 
     @abstractmethod
-    def replay(self, configuration: Speculation | None, recorded: Any) -> Steps:
-        """The steps for the recorded prompts, in their order in one new server."""
+    def replay(self, configuration: Speculation | None, recorded: Any) -> Any:
+        """The forward passes for the recorded prompts, in their order in one new server: an object whose ``counts`` are
+        the verifications, draft tokens and accepted ones of each prompt.
+        """
 
     @abstractmethod
     def arm(self, configuration: Speculation | None) -> AbstractContextManager[Any]:

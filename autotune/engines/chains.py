@@ -82,7 +82,7 @@ def pairs_of(chain: Speculation, answers: Sequence[Served], recorded: EngineReco
 
 
 def require_replayed(pairs: Pairs) -> str:
-    """What a server counted beside the replay, in words.
+    """The counts of a server beside those of the replay, in words.
 
     Raises:
         UserError: the tokens per pass differ.

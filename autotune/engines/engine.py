@@ -276,8 +276,7 @@ class EngineBackend(Backend):
     ) -> list[Served]:
         """Answers that do not depend on their order, recorded once."""
         head = server.speculation
-        label = head.key if head else "plain"
-        file, answers = folder / f"{label}.jsonl", list[Served]()
+        file, answers = folder / f"{head.key if head else 'plain'}.jsonl", list[Served]()
         known = {row["prompt_sha256"]: row for row in read_lines(file)}
         with self.console.stage("answers of the engine", len(prompts)) as update:
             for number, prompt in enumerate(prompts, start=1):
@@ -398,12 +397,11 @@ class EngineBackend(Backend):
             max(len(answer.prompt_tokens) + answer.limit for answer in answers) + PRICED_TOKENS[-1]
         )  # with a draft
         keeps_state = configuration is not None and configuration.type in KEEPS_STATE
-        is_alone = keeps_state or self.has_server_per_load
         with ExitStack() as servers:
             server = None
             for load in sorted(loads):
                 try:
-                    if server is None or is_alone:
+                    if server is None or keeps_state or self.has_server_per_load:
                         servers.close()
                         server = servers.enter_context(self.started(configuration, load, longest))
                     yield serve_load(

@@ -16,7 +16,7 @@ from autotune.engines.engine_server import NATURAL, TEXT, TIMES, TOKENS, EngineS
 from autotune.engines.served import Served
 from autotune.errors import UserError
 from autotune.files import known_sha256_of
-from autotune.modeling.gguf import SUFFIX, architecture_of, find_gguf, gguf_sizes, has_own_head, require_chat_template
+from autotune.modeling.gguf import SUFFIX, architecture_of, find_gguf, gguf_sizes, require_chat_template
 from autotune.modeling.hub import is_id
 from autotune.workloads.prompt import WorkloadPrompt
 
@@ -105,8 +105,7 @@ class LlamaServer(EngineServer):
             answer, timings = [token for part in parts for token in part["tokens"]], parts[-1]["timings"]
             if self.is_chain and len(answer) < timings["predicted_n"]:
                 answer = self._parts(tokens, limit, **options)[0]["tokens"]
-            times = [timings[name] for name in ("predicted_ms", "prompt_ms")]
-            wall_ms, prompt_ms = TIMES.validate_python(times, strict=True)
+            wall_ms, prompt_ms = TIMES.validate_python([timings["predicted_ms"], timings["prompt_ms"]], strict=True)
             drafted = timings.get("draft_n", 0)
             return Served.of(
                 tokens,
@@ -191,14 +190,18 @@ class LlamaBackend(EngineBackend):
 
     @classmethod
     def find_heads(cls, target: str) -> list[tuple[ModelType, Path | None, int]]:
-        """Of a file, those in its folder with its hidden size, too."""
+        """Heads in the folder of a file are published ones where they have its hidden size."""
         path = find_gguf(target, is_split=True)
         if path is None:
             return []
-        heads: list[tuple[ModelType, Path | None, int]] = [("draft-mtp", None, DEEPEST)] if has_own_head(path) else []
-        hidden = gguf_sizes(path).get("hidden_size")
+        sizes = gguf_sizes(path)
+        heads: list[tuple[ModelType, Path | None, int]] = (
+            [("draft-mtp", None, DEEPEST)] if "head_layers" in sizes else []
+        )
         for file in sorted(path.parent.glob(f"*{SUFFIX}")):
-            if (kind := HEADS.get(architecture_of(file))) and gguf_sizes(file).get("hidden_size") == hidden:
+            if (kind := HEADS.get(architecture_of(file))) and gguf_sizes(file).get("hidden_size") == sizes.get(
+                "hidden_size"
+            ):
                 heads.append((kind, file.resolve(), DEEPEST))
         return heads
 

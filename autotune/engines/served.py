@@ -30,7 +30,7 @@ class Served(Decoded):
     beyond: list[Natural] = Field(default_factory=list)
     """Tokens that greedy decoding gives after the end, of an engine whose drafts reach there."""
     verifications: list[list[Natural]] = Field(default_factory=list)
-    """Of a chain, in any order: tokens of the answer before a draft, draft tokens, and those that were accepted."""
+    """For a chain, in any order: tokens of the answer before a draft, draft tokens, and those that were accepted."""
 
     @classmethod
     def of(cls, prompt_tokens: list[int], tokens: list[int], limit: int, **fields: Any) -> Served:

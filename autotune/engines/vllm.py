@@ -79,10 +79,6 @@ def chat_request(prompt: WorkloadPrompt) -> dict[str, Any]:
     return {"messages": messages, **{name: value for name, value in options.items() if value}}
 
 
-UNDER_LOAD = ("vllm:num_requests_waiting", *(f"vllm:prefix_cache_{name}_total" for name in ("hits", "queries")))
-"""See ``EngineServer.under_load``."""
-
-
 class VllmServer(EngineServer):
     """A client of one vLLM."""
 
@@ -243,8 +239,8 @@ class VllmServer(EngineServer):
 
     def under_load(self) -> tuple[int, int, int]:
         counters = self.metrics()
-        waiting, cached, read = (counters[name] for name in UNDER_LOAD)
-        return waiting, cached, read
+        cached, read = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
+        return counters["vllm:num_requests_waiting"], counters[cached], counters[read]
 
     def text(self, tokens: Sequence[int]) -> str:
         return self.value("/detokenize", TEXT, "prompt", body={"model": self.alias, "tokens": list(tokens)})
