@@ -64,7 +64,7 @@ def main(
             following = [other.continuation(*pair) for pair in zip(answers, prompts, strict=True)]
             answers = [a.model_copy(update={"beyond": tokens}) for a, tokens in zip(answers, following, strict=True)]
             pairs = replayed_pairs(one, answers, other.context)
-            same = sum(answer.counts == replayed.counts for answer, replayed in pairs)
+            same = sum(answer.draft_counts == replayed.counts for answer, replayed in pairs)
             requests, exact = requests + len(pairs), exact + same
             print(f"{one.label:40} {same}/{len(pairs)}", flush=True)
     print(f"{exact} of {requests} requests exact")

@@ -68,6 +68,11 @@ class Decoded(Document):
         return sum(self.accepted_lengths)
 
     @property
+    def draft_counts(self) -> tuple[int, int, int]:
+        """Verifications, draft tokens and accepted ones."""
+        return self.rounds - self.plain_steps, self.verified_nodes, self.accepted_tokens
+
+    @property
     def token_ms(self) -> float:
         """Decoding time per token after the first."""
         return self.decode_ms / max(1, self.new_tokens - 1)

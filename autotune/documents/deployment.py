@@ -58,6 +58,11 @@ class PredictedSettings(Document):
     ci95: tuple[float, float]
     """Bootstrap over prompts."""
 
+    @property
+    def title(self) -> str:
+        """The label, marked where the settings are the default of their type."""
+        return f"{self.label}, default" if self.is_default else self.label
+
 
 class EngineEvidence(Document):
     """Replays, prices and loads behind an engine's settings."""
@@ -84,7 +89,7 @@ class EngineEvidence(Document):
         """Replayed settings, and prices of forward passes."""
         settings = [
             [
-                settings.label + (", default" if settings.is_default else ""),
+                settings.title,
                 settings.type,
                 str(self.num_replayed.get(settings.type, 0)),
                 with_interval(settings.speedup, settings.ci95),
@@ -159,10 +164,9 @@ def backends_table(backends: Sequence[BackendResult]) -> Table:
         ]
         for result in backends
     ]
-    deployed = [place for place, result in enumerate(backends) if result.is_deployed]
     return Table(
         f"Backends on {max((result.num_prompts for result in backends), default=0)} held-out prompts",
         ["backend", "model", "configuration", "seconds", "speedup", "agreement"],
         rows,
-        emphasised=deployed[0] if deployed else None,
+        emphasised=next((place for place, result in enumerate(backends) if result.is_deployed), None),
     )

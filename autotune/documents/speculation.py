@@ -17,13 +17,11 @@ DEEPEST = 8
 """Depth at which a chain is recorded; those of fewer tokens are its beginnings."""
 OF_THE_TARGET = ("mtp", "draft-mtp")
 """Types whose head the target's own files may have, so that no model is named."""
-SpeculationType = str
-"""A key of ``OPTIONS``, or a type of another engine."""
 Natural = Annotated[int, Field(ge=0, lt=1 << 31)]
 """A token's id, or a number of tokens."""
 Milliseconds = Annotated[float, Field(ge=0)]
 Options = dict[str, int | float]
-OPTIONS: dict[SpeculationType, Options] = {
+OPTIONS: dict[str, Options] = {
     "ngram-simple": {"size-n": 12, "size-m": 48},
     "ngram-mod": {"n-match": 24, "n-min": 48, "n-max": 64},
     "ngram": {"prompt_lookup_min": 4, "prompt_lookup_max": 4, "num_speculative_tokens": 5},
@@ -44,7 +42,8 @@ model drafts three tokens.
 class Speculation(Document):
     """One type of an engine's speculation with its options; llama.cpp's options without ``--spec-TYPE-``."""
 
-    type: SpeculationType = Field(min_length=1)
+    type: str = Field(min_length=1)
+    """A key of ``OPTIONS``, or a type of another engine."""
     options: Options = Field(default_factory=dict)
     """All options of a type in ``OPTIONS``. Those of other types are not checked."""
     model: str = ""

@@ -11,8 +11,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
 
 from autotune.console import Console
 from autotune.documents.decoded import Decoded
@@ -25,37 +25,20 @@ from autotune.trees.limits import Floats
 from autotune.workloads.prompt import WorkloadPrompt
 
 
-class Steps(Protocol):
-    """The result of ``Backend.replay``: the forward passes that a configuration takes for the recorded answers."""
-
-    @property
-    def counts(self) -> Sequence[tuple[int, int, int]]:
-        """Verifications, draft tokens and accepted ones of each prompt."""
-
-
+@dataclass
 class Prices(ABC):
     """The result of ``Backend.price``: times of forward passes."""
 
-    left_out: Mapping[str, str] = {}
-    """Types of configurations that are not to be replayed, with the reason."""
     priced: Sequence[PricedStep] = ()
     """The measurements, for the profile."""
-    factors: Mapping[str, float] = {}
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Types of configurations that are not to be replayed, with the reason."""
+    factors: Mapping[str, float] = field(default_factory=dict)
     """Figures derived from them, for the profile."""
 
     @abstractmethod
     def ms(self, steps: Any) -> Floats:
         """Predicted milliseconds of the recorded answers by prompt, comparable between configurations."""
-
-
-class Server(Protocol):
-    """A server's client, as an arm uses it."""
-
-    def ask(self, prompt: WorkloadPrompt) -> Decoded:
-        """Decode one prompt greedily. Reading it takes none of the time."""
-
-    def text(self, tokens: Sequence[int]) -> str:
-        """The text of tokens."""
 
 
 @dataclass
@@ -68,7 +51,10 @@ class EngineArm:
     """Hash of the backend, the model, the arguments and the configuration."""
     keeps_state: bool
     """Whether drafts follow from earlier requests."""
-    server: Server
+    server: Any
+    """A server's client: ``ask(prompt)`` decodes greedily and gives a ``Decoded``, whose time is without that of
+    reading the prompt, and ``text(tokens)`` gives the text of tokens.
+    """
     pause_s: float = 0.0
     """Time after an answer for which the server keeps a core busy without work."""
 
@@ -89,7 +75,7 @@ class EngineArm:
 
     def text(self, answer: Decoded) -> str:
         """The text of an answer's tokens."""
-        return self.server.text(answer.tokens)
+        return str(self.server.text(answer.tokens))
 
 
 class Backend(ABC):
@@ -143,8 +129,10 @@ class Backend(ABC):
         """Measure forward passes, and find out which types are replayed as they are served."""
 
     @abstractmethod
-    def replay(self, configuration: Speculation | None, recorded: Any) -> Steps:
-        """The steps for the recorded prompts, in their order in one new server."""
+    def replay(self, configuration: Speculation | None, recorded: Any) -> Any:
+        """The forward passes for the recorded prompts, in their order in one new server: an object whose ``counts`` are
+        the verifications, draft tokens and accepted ones of each prompt.
+        """
 
     @abstractmethod
     def arm(self, configuration: Speculation | None) -> AbstractContextManager[Any]:

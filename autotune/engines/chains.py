@@ -82,14 +82,14 @@ def pairs_of(chain: Speculation, answers: Sequence[Served], recorded: EngineReco
 
 
 def require_replayed(pairs: Pairs) -> str:
-    """What a server counted beside the replay, in words.
+    """The counts of a server beside those of the replay, in words.
 
     Raises:
         UserError: the tokens per pass differ.
     """
     counted = tokens_per_pass([(len(answer.tokens) - 1, answer.accepted_tokens) for answer, _ in pairs])
     predicted = tokens_per_pass([(replayed.num_tokens, replayed.counts[-1]) for _, replayed in pairs])
-    exact = sum(answer.counts == replayed.counts for answer, replayed in pairs)
+    exact = sum(answer.draft_counts == replayed.counts for answer, replayed in pairs)
     text = f"{counted:.3f} tokens per pass, predicted {predicted:.3f}"
     if abs(counted / predicted - 1) > TOLERATED:
         raise UserError(f"the build drafts otherwise than at depth {DEEPEST}: {text}")

@@ -232,8 +232,8 @@ class EngineBackend(Backend):
             for kind, rows in self.space.items()
             for values in (OPTIONS[kind].values(), *rows)
         ]
-        chains = [head.at_depth(k) for head in self.heads.values() for k in range(1, (head.depth or 0) + 1)]
-        speculations += [speculation for speculation in chains if speculation is not None]
+        for head in self.heads.values():
+            speculations += [head.at_depth(k) or head for k in range(1, (head.depth or 0) + 1)]
         return list({speculation.label: speculation for speculation in speculations}.values())
 
     def record(self, prompts: Sequence[WorkloadPrompt], until: float = math.inf) -> EngineRecorded:
@@ -275,8 +275,7 @@ class EngineBackend(Backend):
     ) -> list[Served]:
         """Answers that do not depend on their order, recorded once."""
         head = server.speculation
-        label = head.key if head else "plain"
-        file, answers = folder / f"{label}.jsonl", list[Served]()
+        file, answers = folder / f"{head.key if head else 'plain'}.jsonl", list[Served]()
         known = {row["prompt_sha256"]: row for row in read_lines(file)}
         with self.console.stage("answers of the engine", len(prompts)) as update:
             for number, prompt in enumerate(prompts, start=1):
@@ -332,10 +331,10 @@ class EngineBackend(Backend):
         following = [pricing.continuation(*pair) for pair in zip(answers, recorded.prompts, strict=False)]
         answers = [a.model_copy(update={"beyond": beyond}) for a, beyond in zip(answers, following, strict=True)]
         pairs = replayed_pairs(tested, answers, recorded.context)
-        exact = [(answer, replayed) for answer, replayed in pairs if answer.counts == replayed.counts]
+        exact = [(answer, replayed) for answer, replayed in pairs if answer.draft_counts == replayed.counts]
         counted, predicted = (
             "{} verifications, {} drafted, {} accepted".format(*map(sum, zip(*rows, strict=True)))
-            for rows in ([answer.counts for answer, _ in pairs], [replayed.counts for _, replayed in pairs])
+            for rows in ([answer.draft_counts for answer, _ in pairs], [replayed.counts for _, replayed in pairs])
         )
         self.console.say(
             f"self-test  {tested.type}: counts are the predicted in {len(exact)} of {len(pairs)} requests; {counted}"
@@ -368,11 +367,11 @@ class EngineBackend(Backend):
 
     @contextmanager
     def arm(self, configuration: Speculation | None) -> Iterator[EngineArm]:
+        model = self.model.sha256 or self.model.id
         with self.started(configuration) as server:
-            key = [self.name, self.model.sha256 or self.model.id, self.build, self.arguments]
             yield EngineArm(
                 name=configuration.label if configuration else OFF,
-                key=content_key([*key, configuration and configuration.key]),
+                key=content_key([self.name, model, self.build, self.arguments, configuration and configuration.key]),
                 keeps_state=configuration is not None and configuration.type in KEEPS_STATE,
                 server=server,
                 pause_s=self.pause_s,
@@ -397,12 +396,11 @@ class EngineBackend(Backend):
             max(len(answer.prompt_tokens) + answer.limit for answer in answers) + PRICED_TOKENS[-1]
         )  # with a draft
         keeps_state = configuration is not None and configuration.type in KEEPS_STATE
-        is_alone = keeps_state or self.has_server_per_load
         with ExitStack() as servers:
             server = None
             for load in sorted(loads):
                 try:
-                    if server is None or is_alone:
+                    if server is None or keeps_state or self.has_server_per_load:
                         servers.close()
                         server = servers.enter_context(self.started(configuration, load, longest))
                     yield serve_load(

@@ -35,8 +35,10 @@ OBJECT = TypeAdapter[dict[str, Any]](dict[str, Any])
 T = TypeVar("T")
 ADVICE = "give the address of a serving engine, such as http://localhost:8000"
 
-COUNTED = r"(?:spec_decode|generation|prefix_cache)\w+_total|num_requests_waiting"
-SAMPLE = re.compile(rf"^((?:vllm|llamacpp):(?:{COUNTED}))(?:\{{.*\}})? (\S+)", re.MULTILINE)
+SAMPLE = re.compile(
+    r"^((?:vllm|llamacpp):(?:(?:spec_decode|generation|prefix_cache)\w+_total|num_requests_waiting))(?:\{.*\})? (\S+)",
+    re.MULTILINE,
+)
 
 
 def text_chat(prompt: WorkloadPrompt) -> dict[str, Any]:
@@ -156,8 +158,9 @@ class EngineServer(ABC):
         """
         require_served([prompt], reads_images=self.reads_images)
         answer = self.answer(self.prompt_tokens(prompt), prompt.settings.max_new_tokens, prompt)
-        named = {"prompt": prompt.name, "prompt_sha256": prompt.sha256, "task": prompt.settings.task}
-        return answer.model_copy(update=named)
+        return answer.model_copy(
+            update={"prompt": prompt.name, "prompt_sha256": prompt.sha256, "task": prompt.settings.task}
+        )
 
     @abstractmethod
     def prompt_tokens(self, prompt: WorkloadPrompt) -> list[int]:
@@ -192,11 +195,11 @@ class EngineServer(ABC):
             cache: name of the pass over the prompts, ``LOAD.NUMBER``: the prefix cache has nothing of an earlier one.
         """
 
+    @abstractmethod
     def under_load(self) -> tuple[int, int, int]:
         """Requests that wait now, and of all prompts that were streamed, tokens that were in the prefix cache, and all
         tokens; 0 for what the engine does not say.
         """
-        return 0, 0, 0
 
     @abstractmethod
     def text(self, tokens: Sequence[int]) -> str:

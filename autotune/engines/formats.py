@@ -149,8 +149,10 @@ def exported_text(name: str, export: Export) -> str:
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
     )
-    environment.globals |= {"refuse": refuse, "say": say, "join": shlex.join, "value_of": value_of}
-    environment.globals |= {"token_drafts": TOKEN_DRAFTS, "whole_models": WHOLE_MODELS, "MAX_MATCH": MAX_MATCH}
+    environment.globals |= {
+        **{"refuse": refuse, "say": say, "join": shlex.join, "value_of": value_of},
+        **{"token_drafts": TOKEN_DRAFTS, "whole_models": WHOLE_MODELS, "MAX_MATCH": MAX_MATCH},
+    }
     text = environment.get_template(form.template).render(export=export, profile=export.profile)
     if not form.is_measured:
         say("not measured there: autotune does not run the program that reads this")

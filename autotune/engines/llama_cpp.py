@@ -16,14 +16,8 @@ from autotune.engines.engine_server import NATURAL, TEXT, TIMES, TOKENS, EngineS
 from autotune.engines.served import Served
 from autotune.errors import UserError
 from autotune.files import known_sha256_of
-from autotune.modeling.gguf import (
-    SUFFIX,
-    architecture_of,
-    find_gguf,
-    gguf_sizes,
-    has_nextn_layers,
-    require_chat_template,
-)
+from autotune.modeling.gguf import SUFFIX, architecture_of, find_gguf, gguf_sizes, require_chat_template
+from autotune.modeling.hub import is_id
 from autotune.workloads.prompt import WorkloadPrompt
 
 PRICED_BY = Speculation(type="ngram-mod", options={"n-match": 4, "n-min": 0, "n-max": 64})
@@ -33,8 +27,6 @@ SUMS = ("predicted_n", "draft_n", "draft_n_accepted")
 """Tokens, draft tokens and accepted ones of a reply so far."""
 HEADS: dict[str, ModelType] = {"eagle3": "draft-eagle3", "dflash": "draft-dflash"}
 """Types of files that hold a head alone, by their architecture."""
-FILE_TYPE_KEY = b"general.file_type"
-MOST_HEADER = 1 << 26  # bytes of a GGUF file before its tensors
 FILE_TYPES = {
     **{0: "float32", 1: "float16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K"},
     **{12: "Q3_K_M", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 32: "bfloat16"},
@@ -47,11 +39,7 @@ def llama_arguments(speculation: Speculation | None) -> list[str]:
     if speculation is None:
         return []
     words = ["--spec-type", speculation.type]
-    words += (
-        ["--spec-draft-model", str(find_gguf(speculation.model, is_split=True) or speculation.model)]
-        if speculation.model
-        else []
-    )
+    words += ["--spec-draft-model", speculation.model] if speculation.model else []
     for name, value in speculation.options.items():
         words += [f"--spec-{'draft' if speculation.is_chain else speculation.type}-{name}", str(value)]
     return words
@@ -117,8 +105,7 @@ class LlamaServer(EngineServer):
             answer, timings = [token for part in parts for token in part["tokens"]], parts[-1]["timings"]
             if self.is_chain and len(answer) < timings["predicted_n"]:
                 answer = self._parts(tokens, limit, **options)[0]["tokens"]
-            times = [timings[name] for name in ("predicted_ms", "prompt_ms")]
-            wall_ms, prompt_ms = TIMES.validate_python(times, strict=True)
+            wall_ms, prompt_ms = TIMES.validate_python([timings["predicted_ms"], timings["prompt_ms"]], strict=True)
             drafted = timings.get("draft_n", 0)
             return Served.of(
                 tokens,
@@ -202,26 +189,27 @@ class LlamaBackend(EngineBackend):
         return HEADS.get(architecture_of(path), "draft-simple"), path.resolve()
 
     def find_heads(self) -> list[tuple[ModelType, Path | None, int]]:
-        """Those in the file, and in its folder with its hidden size."""
+        """Heads in the file, and those in its folder that have its hidden size."""
         path = Path(self.target)
+        sizes = gguf_sizes(path)
         heads: list[tuple[ModelType, Path | None, int]] = (
-            [("draft-mtp", None, DEEPEST)] if has_nextn_layers(path) else []
+            [("draft-mtp", None, DEEPEST)] if "head_layers" in sizes else []
         )
-        hidden = gguf_sizes(path).get("hidden_size")
         for file in sorted(path.parent.glob(f"*{SUFFIX}")):
-            if (kind := HEADS.get(architecture_of(file))) and gguf_sizes(file).get("hidden_size") == hidden:
+            if (kind := HEADS.get(architecture_of(file))) and gguf_sizes(file).get("hidden_size") == sizes.get(
+                "hidden_size"
+            ):
                 heads.append((kind, file.resolve(), DEEPEST))
         return heads
 
     def read_model(self) -> str:
         if self.url is None and "--chat-template" not in " ".join(self.arguments):
             require_chat_template(Path(self.target))
-        with Path(self.target).open("rb") as file:
-            value = file.read(MOST_HEADER).partition(FILE_TYPE_KEY)[2]  # llama-quantize writes it behind the vocabulary
-        number = int.from_bytes(value[4:8], "little") if value else -1  # after its type
-        return FILE_TYPES.get(number, "quantized")
+        return FILE_TYPES.get(gguf_sizes(Path(self.target)).get("file_type", -1), "quantized")
 
     def words(self, speculation: Speculation | None) -> list[str]:
+        if speculation is not None and (draft := speculation.model) and is_id(draft.partition(":")[0]):
+            speculation = speculation.model_copy(update={"model": str(find_gguf(draft, is_split=True) or draft)})
         return [str(self.executable), "-m", self.target, *self.arguments, *llama_arguments(speculation)]
 
     def own_words(self, alias: str, at_once: int, longest: int) -> list[str]:

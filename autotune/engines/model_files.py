@@ -77,12 +77,6 @@ class ModelFiles:
         return next((dtype for dtype in dtypes if isinstance(dtype, str)), "auto")
 
     @property
-    def has_mrope(self) -> bool:
-        """Whether positions have several axes (time, height, width)."""
-        settings = (self.text_config.get("rope_parameters") or {}, self.text_config.get("rope_scaling") or {})
-        return any(isinstance(setting, dict) and "mrope_section" in setting for setting in settings)
-
-    @property
     def key(self) -> str:
         """Hash of the weights and the config."""
         return content_key([known_sha256_of(*sorted(self.folder.glob(WEIGHTS))), self.config])
@@ -232,7 +226,8 @@ def served_draft(name: str, target: str, folder: Path) -> tuple[ModelType, Path]
             f"--draft {name}: vLLM drafts with complete models of the target's {served.vocab_size} tokens, EAGLE-3 heads and mtp heads; this "
             f"is {draft.config.get('kind') or f'a model of {draft.vocab_size} tokens'}; choose another draft"
         )
-    if draft.has_mrope:
+    positions = [draft.text_config.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
+    if any("mrope_section" in settings for settings in positions):  # of several axes: time, height, width
         raise UserError(
             f"--draft {name}: has M-RoPE positions, which vLLM's draft_model does not run; choose a draft without"
         )

@@ -23,7 +23,6 @@ from autotune.engines.served import Served
 from autotune.errors import UserError
 from autotune.trees.limits import Floats
 
-Clock = Literal["wall", "cpu"]
 PRICED_TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 REPEATS = 3
 CPU_RATIO = 4  # of CPU times of the longest verification and of a plain pass, above which the CPU computes them
@@ -75,19 +74,17 @@ def measure_verifications(
     ]
 
 
-@dataclass(frozen=True)
+@dataclass
 class EnginePrices(Prices):
     """Milliseconds of a forward pass by tokens read and tokens before them, interpolated between medians."""
 
-    priced: Sequence[PricedStep]
-    left_out: Mapping[str, str] = field(default_factory=dict)
     factors: Mapping[str, float] = field(default_factory=lambda: dict(ALONE))
     """See ``ALONE``."""
     drafts: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     """Milliseconds of a draft by its tokens, by type; linear between two numbers of tokens."""
 
     @functools.cached_property
-    def clock(self) -> Clock:
+    def clock(self) -> Literal["wall", "cpu"]:
         """The CPU's where the engine computes on it, so that long verifications take its time; else the wall's."""
         least, most = (
             np.median([ms for step in self.priced if step.tokens == n for ms in step.cpu_ms])

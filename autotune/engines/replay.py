@@ -78,7 +78,7 @@ class EngineSteps:
 
     speculation: Speculation | None
     requests: Sequence[RequestReplay]
-    """Of a chain, those of its own server's answers, which may be fewer."""
+    """Requests of the plain answers; for a chain, those of its own server's answers, which may be fewer."""
     new_tokens: Sequence[int]
     """Tokens of the plain answers after the first."""
 

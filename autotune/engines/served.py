@@ -30,17 +30,11 @@ class Served(Decoded):
     beyond: list[Natural] = Field(default_factory=list)
     """Tokens that greedy decoding gives after the end, of an engine whose drafts reach there."""
     verifications: list[list[Natural]] = Field(default_factory=list)
-    """Of a chain, in any order: tokens of the answer before a draft, draft tokens, and those that were accepted."""
+    """For a chain, in any order: tokens of the answer before a draft, draft tokens, and those that were accepted."""
 
     @classmethod
     def of(cls, prompt_tokens: list[int], tokens: list[int], limit: int, **fields: Any) -> Served:
-        """An answer with what follows from its tokens.
-
-        Raises:
-            UserError: the engine made no tokens of the prompt.
-        """
-        if not prompt_tokens:
-            raise UserError("the engine makes no tokens of a prompt; check its chat template and tokenizer")
+        """An answer with what follows from its tokens."""
         key, fields = tokens_key(tokens), {"decode_ms": 0.0} | fields
         return cls(
             prompt_tokens=prompt_tokens, tokens=tokens, limit=limit, tokens_sha256=key, new_tokens=len(tokens), **fields
@@ -51,11 +45,6 @@ class Served(Decoded):
         if len(self.tokens) > self.limit or not 0 <= self.accepted_tokens <= self.verified_nodes or self.decode_ms < 0:
             raise ValueError("an answer is no longer than its limit, and accepts no more tokens than are drafted")
         return self
-
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """Verifications, draft tokens and accepted ones."""
-        return self.rounds, self.verified_nodes, self.accepted_tokens
 
 
 def require_served(prompts: Sequence[WorkloadPrompt], *, reads_images: bool) -> None:

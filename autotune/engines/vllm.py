@@ -79,10 +79,6 @@ def chat_request(prompt: WorkloadPrompt) -> dict[str, Any]:
     return {"messages": messages, **{name: value for name, value in options.items() if value}}
 
 
-UNDER_LOAD = ("vllm:num_requests_waiting", *(f"vllm:prefix_cache_{name}_total" for name in ("hits", "queries")))
-"""See ``EngineServer.under_load``."""
-
-
 class VllmServer(EngineServer):
     """A client of one vLLM."""
 
@@ -145,14 +141,9 @@ class VllmServer(EngineServer):
         before, cpu_ms = self.metrics(), self.cpu_ms()
         answer, seconds, is_ended, counts = self._decode(tokens, limit, prompt, **options)
         cpu_ms = max(0.0, self.cpu_ms() - cpu_ms)
-        verifications = list[list[int]]()
-        if counts is not None:
-            rounds, drafted, accepted, verifications = self._counts_of(counts, len(answer))
-        elif self.process is not None and self.speculation is None:
-            rounds, drafted, accepted = 0, 0, 0
-        else:
-            rounds, drafted, accepted = self._counts_since(before, len(answer))
-            verifications = [[1, drafted, accepted]] if rounds == 1 else []
+        rounds, drafted, accepted, verifications = (
+            self._counts_since(before, len(answer)) if counts is None else self._counts_of(counts, len(answer))
+        )
         with self.reply_of(COMPLETIONS):
             spent = seconds[-1] - seconds[0]
             return Served.of(
@@ -194,13 +185,15 @@ class VllmServer(EngineServer):
         placed = [list(row) for row in zip(ends, drafted, accepted, strict=False)]
         return len(drafted), sum(drafted), sum(accepted), placed if ends[-1] >= num_tokens else []
 
-    def _counts_since(self, before: Counter[str], num_tokens: int) -> list[int]:
+    def _counts_since(self, before: Counter[str], num_tokens: int) -> tuple[int, int, int, list[list[int]]]:
         """Verifications, draft tokens and accepted ones since ``before``, when the engine has counted an answer of
-        ``num_tokens`` tokens.
+        ``num_tokens`` tokens, and the verification if there is one alone.
 
         Raises:
             UserError: the engine counts other tokens, because it serves other clients.
         """
+        if self.process is not None and self.speculation is None:
+            return 0, 0, 0, []
         deadline = time.monotonic() + SETTLING_S
         while (generated := (now := self.metrics())[GENERATED] - before[GENERATED]) != num_tokens:
             if time.monotonic() > deadline or generated > num_tokens:
@@ -208,7 +201,8 @@ class VllmServer(EngineServer):
                     f"{self.url}: the engine counted {generated} tokens for answers of {num_tokens}; stop its other clients"
                 )
             time.sleep(0.01)
-        return [now[name] - before[name] for name in COUNTERS]
+        rounds, drafted, accepted = (now[name] - before[name] for name in COUNTERS)
+        return rounds, drafted, accepted, [[1, drafted, accepted]] if rounds == 1 else []
 
     def _decode(
         self, tokens: list[int], limit: int, prompt: WorkloadPrompt | None, **options: Any
@@ -245,8 +239,8 @@ class VllmServer(EngineServer):
 
     def under_load(self) -> tuple[int, int, int]:
         counters = self.metrics()
-        waiting, cached, read = (counters[name] for name in UNDER_LOAD)
-        return waiting, cached, read
+        cached, read = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
+        return counters["vllm:num_requests_waiting"], counters[cached], counters[read]
 
     def text(self, tokens: Sequence[int]) -> str:
         return self.value("/detokenize", TEXT, "prompt", body={"model": self.alias, "tokens": list(tokens)})
@@ -298,9 +292,9 @@ class VllmBackend(EngineBackend):
         folder, sizes = sizes_of(self.model.id)
         layers = max(int(sizes.get(key) or 0) for key in MTP_PROMISES) if has_own_head(folder, sizes) else 0
         deepest = layers if layers > 1 else DEEPEST  # of several, each drafts one token
-        own: list[tuple[ModelType, Path | None, int]] = [("mtp", None, deepest)] if layers else []
+        heads: list[tuple[ModelType, Path | None, int]] = [("mtp", None, deepest)] if layers else []
         near = [name for name, kind in heads_near(self.model.id, sizes).items() if kind != OWN]
-        return [*own, *((*served_draft(name, self.model.id, CONVERTED), DEEPEST) for name in near)]
+        return heads + [(*served_draft(name, self.model.id, CONVERTED), DEEPEST) for name in near]
 
     def given(self, option: str) -> list[Any]:
         """The values of an option among the user's arguments."""
@@ -315,8 +309,7 @@ class VllmBackend(EngineBackend):
 
     def words(self, speculation: Speculation | None) -> list[str]:
         """With the checkpoint's precision, as vLLM would serve float32 in another one."""
-        is_given = any(word.partition("=")[0] == "--dtype" for word in self.arguments)
-        dtype = [] if is_given else ["--dtype", self.precision]
+        dtype = [] if self.given("--dtype") else ["--dtype", self.precision]
         return [str(self.executable), "serve", self.target, *self.arguments, *dtype, *vllm_arguments(speculation)]
 
     def own_words(self, alias: str, at_once: int, longest: int) -> list[str]:

@@ -25,10 +25,12 @@ SIZE_MARKS = {
     "hidden_size": b".embedding_length\4\0\0\0",
     "num_hidden_layers": b".block_count\4\0\0\0",
     "vocab_size": b"tokenizer.ggml.tokens\x09\0\0\0\x08\0\0\0",
+    "file_type": b"general.file_type\4\0\0\0",
+    "head_layers": b".nextn_predict_layers\4\0\0\0",
 }
-"""The bytes in front of a model's sizes: a key and the type of its value, an integer or a list of texts."""
-NEXTN_MARK = b".nextn_predict_layers\4\0\0\0"
-"""The key of the number of such layers, which is left out where there are none, and the type of its value."""
+"""The bytes in front of a model's sizes and of the number of its file type: a key and the type of its value, an integer
+or a list of texts.
+"""
 METADATA_BYTES = 1 << 28  # at the begin of a file, in which its metadata lie
 GGUF_ADVICE = "download it again if it may be damaged, or give another architecture or quantization, or safetensors"
 
@@ -131,19 +133,14 @@ def architecture_of(model: Path) -> str:
 
 
 def gguf_sizes(model: Path) -> dict[str, int]:
-    """Hidden size, layers and vocabulary of a GGUF file, by the keys of configs; those that it does not give are
+    """Hidden size, layers and vocabulary of a GGUF file, by the keys of configs, its ``head_layers`` of multi-token
+    prediction and its ``file_type``, which llama-quantize writes behind the vocabulary; those it does not give are
     missing.
     """
     with model.open("rb") as file:
-        head = file.read(1 << 20)
+        head = file.read(1 << 26)
     found = {key: head.partition(mark)[2][:4] for key, mark in SIZE_MARKS.items() if mark in head}
     return {key: int.from_bytes(value, "little") for key, value in found.items()}
-
-
-def has_nextn_layers(model: Path) -> bool:
-    """Whether a GGUF file says in its first metadata that it has multi-token prediction layers."""
-    with model.open("rb") as file:
-        return NEXTN_MARK in file.read(1 << 20)
 
 
 def read_metadata(path: Path, name: str) -> Mapping[str, Any]:

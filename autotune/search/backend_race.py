@@ -204,10 +204,13 @@ def deployed(competition: Competition, tuned: Mapping[str, DecodingProfile]) -> 
                 is_slower=label in competing and label not in remaining,
             )
         )
-    for label, reason in competition.failed.items():
-        choice = competition.choices[label]
-        model = ModelReference(id=choice.model, sha256="")
-        results.append(BackendResult(backend=choice.name, model=model, failure=reason))
+    choices = competition.choices
+    results += [
+        BackendResult(
+            backend=choices[label].name, model=ModelReference(id=choices[label].model, sha256=""), failure=reason
+        )
+        for label, reason in competition.failed.items()
+    ]
     console.show(backends_table(results))
     evidence = tuned[winner].evidence.model_copy(update={"backends": results})
     return tuned[winner].model_copy(update={"evidence": evidence})

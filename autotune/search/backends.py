@@ -46,15 +46,6 @@ class BackendChoice:
     """Arguments of the backend's constructor, such as ``command``, ``url`` and ``draft``."""
 
 
-def backend_options() -> list[str]:
-    """The options of all backends as ``--set NAME:OPTION=VALUE`` names them: those of their constructors."""
-    options: list[str] = []
-    for name, backend in BACKENDS.items():
-        named = [p.name for p in signature(backend).parameters.values() if p.kind is Parameter.KEYWORD_ONLY]
-        options += [f"{name}:{option}" for option in named if option not in ("console", "seed")]
-    return options
-
-
 def choose_backends(settings: SearchSettings, *, is_plan: bool = False) -> list[BackendChoice]:
     """The backends of a search in the order of the command line; without any, the runtime.
 
@@ -114,8 +105,14 @@ def _refuse_options(settings: SearchSettings, names: Sequence[str], num_backends
 
 
 def _options_by_backend(changes: Sequence[str]) -> dict[str, dict[str, str]]:
+    """The values of ``--set NAME:OPTION=VALUE``. The options of a backend are those of its constructor."""
     options: dict[str, dict[str, str]] = {}
-    known = backend_options()
+    known = [
+        f"{name}:{option.name}"
+        for name, backend in BACKENDS.items()
+        for option in signature(backend).parameters.values()
+        if option.kind is Parameter.KEYWORD_ONLY and option.name not in ("console", "seed")
+    ]
     for change in filter(is_of_backend, changes):
         word, _, value = change.partition("=")
         if word not in known or not value:

@@ -14,13 +14,12 @@ import numpy as np
 
 from autotune.console import Console
 from autotune.documents.loads import Figure, LoadResult, LoadRun, Schedule, ServedLoad, loads_table
-from autotune.documents.speculation import Speculation
+from autotune.documents.speculation import DEEPEST, Speculation
 from autotune.engines.backend import Backend
 from autotune.evaluation.summary import bootstrap_product, bootstrap_ratio
 from autotune.files import append_line, content_key, read_lines
 from autotune.trees.limits import Floats
 
-DEEPEST = 8  # tokens; a type that was faster with longer drafts at one request is also tried with those
 Runs = Mapping[int, Mapping[int, LoadRun]]
 """Runs by number of requests at once, and by depth."""
 

@@ -53,15 +53,6 @@ class RankedConfiguration(NamedTuple):
     counts: Sequence[tuple[int, int, int]]
     """Predicted verifications, draft tokens and accepted ones, by prompt."""
 
-    @property
-    def name(self) -> str:
-        return self.predicted.label
-
-    @property
-    def title(self) -> str:
-        """The label, marked where the settings are the default of their type."""
-        return f"{self.name}, default" if self.predicted.is_default else self.name
-
 
 def engine_prompts(settings: SearchSettings, split: WorkloadSplit) -> Workload:
     """The prompts that engines are given: first turns, because later ones follow a target's answers."""
@@ -100,11 +91,7 @@ def tune_engine(
     evidence, measured = Evidence(engine=engine), None
     if not backend.is_fixed:
         races = EngineRaces(backend, folder / RUNS, console, settings.seed)
-        finalists = finalists_of(ranked)
-        raced = races.race("finalists, measured", finalists, tune, FINALISTS, ends["finalists"])
-        as_predicted = counts_as_predicted(finalists, raced)
-        console.show(engine_finalists_table(finalists, raced, as_predicted))
-        arms = {name: finalists[name] for name in dict.fromkeys([next(iter(finalists)), raced.remaining[0]])}
+        arms, as_predicted = race_finalists(races, ranked, tune, ends["finalists"])
         evaluation, chosen = evaluate(races, arms, held_out, begun + budget_s)
         deployed = None if chosen is None else chosen.configuration
         engine = engine.model_copy(update={"as_predicted": as_predicted})
@@ -112,7 +99,7 @@ def tune_engine(
             servers, given = LoadServers(backend, recorded, console, folder), deployed or ranked[0].configuration
             loads, schedule, deployed = tune_loads(servers, settings.loads, given, deployed, begun + all_s)
             engine = engine.model_copy(update={"loads": loads, "schedule": schedule})
-        decoded = AR if chosen is None else chosen.name
+        decoded = AR if chosen is None else chosen.predicted.label
         evidence, measured = Evidence(engine=engine, **evaluation.evidence(decoded)), evaluation.measured(decoded)
     deployment = backend.deploy(deployed)
     return DecodingProfile(
@@ -155,7 +142,7 @@ def rank(backend: Backend, recorded: Any, prices: Prices, console: Console) -> l
             ranked.append(RankedConfiguration(configuration, predicted, steps.counts))
             update(number, len(configurations))
     ranked.sort(key=lambda candidate: -candidate.predicted.speedup)
-    shown = {candidate.title: candidate.predicted for candidate in [*ranked[:SHOWN], best_default(ranked)]}
+    shown = {candidate.predicted.title: candidate.predicted for candidate in [*ranked[:SHOWN], best_default(ranked)]}
     rows = [
         [title, times(candidate.speedup), "{:.2f} to {:.2f}".format(*candidate.ci95)]
         for title, candidate in shown.items()
@@ -169,38 +156,27 @@ def best_default(ranked: Sequence[RankedConfiguration]) -> RankedConfiguration:
     return next(candidate for candidate in ranked if candidate.predicted.is_default)
 
 
-def finalists_of(ranked: Sequence[RankedConfiguration]) -> dict[str, RankedConfiguration]:
-    """The best default, the fastest of the others, and the fastest of another type, by name."""
+def race_finalists(
+    races: EngineRaces, ranked: Sequence[RankedConfiguration], tune: Workload, deadline: float
+) -> tuple[dict[str, RankedConfiguration], dict[str, tuple[int, int]]]:
+    """The best default and the fastest of the finalists, which are also the fastest of the others and that of another
+    type; and for each finalist, the number of its requests whose counts are those of the replay, and of all.
+    """
     default = best_default(ranked)
     others = [candidate for candidate in ranked if candidate is not default]
     of_other_types = [candidate for candidate in others if candidate.predicted.type != others[0].predicted.type]
-    return {candidate.name: candidate for candidate in (default, *others[:1], *of_other_types[:1])}
-
-
-def counts_as_predicted(finalists: Mapping[str, RankedConfiguration], raced: Race) -> dict[str, tuple[int, int]]:
-    """The number of each finalist's requests whose counts are those of the replay, and of all."""
-    counts = {}
+    finalists = {candidate.predicted.label: candidate for candidate in (default, *others[:1], *of_other_types[:1])}
+    raced = races.race("finalists, measured", finalists, tune, FINALISTS, deadline)
+    as_predicted, rows = dict[str, tuple[int, int]](), []
     for name, finalist in finalists.items():
         pairs = list(zip(raced.runs[name], finalist.counts, strict=False))
-        same = sum((run.rounds - run.plain_steps, run.verified_nodes, run.accepted_tokens) == c for run, c in pairs)
-        counts[name] = same, len(pairs)
-    return counts
-
-
-def engine_finalists_table(
-    finalists: Mapping[str, RankedConfiguration], raced: Race, as_predicted: Mapping[str, tuple[int, int]]
-) -> Table:
-    """Predictions of the finalists beside their runs."""
-    rows = [
-        [
-            candidate.title,
-            times(candidate.predicted.speedup),
-            f"{len(raced.runs[name])}",
-            "{}/{}".format(*as_predicted[name]),
-        ]
-        for name, candidate in finalists.items()
-    ]
-    return Table("Finalists on tuning prompts", ["finalist", "predicted", "runs", "counts as predicted"], rows)
+        same = sum(run.draft_counts == counts for run, counts in pairs)
+        as_predicted[name] = same, len(pairs)
+        speedup, runs = times(finalist.predicted.speedup), len(raced.runs[name])
+        rows.append([finalist.predicted.title, speedup, f"{runs}", f"{same}/{len(pairs)}"])
+    columns = ["finalist", "predicted", "runs", "counts as predicted"]
+    races.console.show(Table("Finalists on tuning prompts", columns, rows))
+    return {name: finalists[name] for name in (default.predicted.label, raced.remaining[0])}, as_predicted
 
 
 def evaluate(
@@ -212,7 +188,7 @@ def evaluate(
     raced = races.race("evaluation, measured", arms, held_out, EVALUATION, deadline)
     (default, *_), winner = arms, list(arms)[-1]
     chosen = None if AR in raced.remaining else arms[raced.remaining[0]]
-    tuned = winner if chosen is None else chosen.name
+    tuned = winner if chosen is None else chosen.predicted.label
     names = [name for name in (AR, *arms) if name != tuned and raced.runs[name]] + [tuned]
     evaluation = Evaluation(
         runs={name: [run.in_passes for run in raced.runs[name]] for name in names},

@@ -98,7 +98,7 @@ class RecordedServer:
         """
         if not body.get("stream"):
             return None
-        cached = self.prefix_cached("", body["prompt"]) if body.get("cache_prompt", True) else 0
+        cached = self.prefix_cached("", body["prompt"]) if body.get("cache_prompt") else 0
         reply["timings"] |= {"cache_n": cached, "prompt_n": len(body["prompt"]) - cached}
         parts = [{"tokens": [token], "stop": False} for token in reply["tokens"]]
         if body.get("timings_per_token"):

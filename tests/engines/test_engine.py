@@ -18,7 +18,6 @@ import pytest
 from PIL import Image
 
 from autotune.documents.speculation import DEEPEST, OPTIONS, Speculation
-from autotune.engines.contract import counts_of
 from autotune.engines.engine import SELF_TEST, EngineBackend
 from autotune.engines.llama_cpp import LlamaBackend
 from autotune.engines.process import running
@@ -141,7 +140,7 @@ def test_every_depth_of_a_chain_is_replayed_from_one_recording(
     assert kind not in prices.left_out
     for chain in chains if not switch else chains[::3]:
         with backend.arm(chain) as arm:
-            counts = [counts_of(arm.decode(prompt)) for prompt in prompts]
+            counts = [arm.decode(prompt).draft_counts for prompt in prompts]
         assert counts == list(backend.replay(chain, recorded).counts) and not arm.keeps_state, chain.label
         assert prices.ms(backend.replay(chain, recorded)).shape == (len(prompts),)
     few = backend.record(prompts, until=time.monotonic())

@@ -104,7 +104,7 @@ def ask_counted(replies: dict[str, Any]) -> list[int]:
     counts = COUNTS | replies.get("counts", {})
     last = {"choices": [], "usage": {}, "metrics": {"speculative_decoding": counts}}
     with serving(REPLIES | {"/v1/completions": streamed({"choices": [PART]}, last)}) as url:
-        return list(VllmServer(url).verified([5]).counts)
+        return list(VllmServer(url).verified([5]).draft_counts)
 
 
 COUNTS = {"num_spec_steps": 1, "num_draft_tokens": 3, "per_step_drafted": [3], "per_step_accepted": [1]}
