@@ -193,10 +193,11 @@ class Comparison:
             p_within=timing.p_within_tolerance,
             p_beyond=timing.p_beyond_limit,
         )
-        interval = f"{100 * ci95[0]:+.1f} to {100 * ci95[1]:+.1f} %"
         subject, what = ("time over plain decoding's", "since the profile") if head.known else ("head", "time")
-        change = f"{subject} {100 * slowdown:+.1f} % {what} ({interval})"
-        summary = f"{change} after {analysis.num_pairs} pairs: {reason}"
+        summary = (
+            f"{subject} {100 * slowdown:+.1f} % {what} ({100 * ci95[0]:+.1f} to {100 * ci95[1]:+.1f} %) after "
+            f"{analysis.num_pairs} pairs: {reason}"
+        )
         return Gate(name=name, workload=workload.name, verdict=verdict, summary=summary), timing
 
     def _race(self, checked: CheckedWorkload, rule: NotSlower, runner: ArmRunner, budget_s: float) -> Race:

@@ -51,8 +51,8 @@ def examine(
         rate = copy_gb_per_second(chosen)
     limits, examined, needs = find_limits(gpu or fingerprint(chosen).name), None, []
     if target is not None and limits is not None:
-        empty = load_model(target, device=META, dtype=dtype, random_weights=True)
-        needs = [Target(empty).shape.cards_needed(limits.model, 1e9 * limits.memory_gb)]
+        empty = Target(load_model(target, device=META, dtype=dtype, random_weights=True))
+        needs = [empty.shape.cards_needed(limits.model, 1e9 * limits.memory_gb)]
     if target is not None and gpu is None:
         with console.stage("loading the target"):
             loaded = Target(

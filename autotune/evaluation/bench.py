@@ -15,7 +15,7 @@ from autotune.documents.published_defaults import ARM_NAMES
 from autotune.errors import UserError, nearest
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.bench_tables import arms_table, benchmark_results, gains_by_task, gains_table
-from autotune.evaluation.race import Everyone, Race, race
+from autotune.evaluation.race import Everyone, race
 from autotune.evaluation.runner import SLOW_FORWARD, SLOW_PREFILL, ArmRunner
 from autotune.evaluation.summary import summarize
 from autotune.machine.container import num_cores
@@ -98,7 +98,11 @@ def run_bench(
     runner, monitor, prompts = ArmRunner(), ContentionMonitor(device), chosen.prompts
     with console.stage("bench", len(prompts.prompts)) as update:
         raced = race(runner, chosen.arms, prompts.prompts, Everyone(), seed=seed, report=update)
-    runs = _whole_runs(raced, console)
+    for name, reason in raced.failed.items():
+        if name in (AR, TUNED):
+            raise UserError(f"{name}: {reason}")
+        console.say(f"left out: {name}: {reason}")
+    runs = {name: of_arm for name, of_arm in raced.runs.items() if name not in raced.failed}
     contention = monitor.contention()
     console.say(contention.describe("while runs were timed"))
     if runner.num_repeated:
@@ -124,15 +128,6 @@ def run_bench(
         "degenerate_answers": degenerate,
         **results(runs, prompts, console, seed),
     }
-
-
-def _whole_runs(raced: Race, console: Console) -> dict[str, list[Decoded]]:
-    """The runs of all arms that have decoded every prompt."""
-    for name, reason in raced.failed.items():
-        if name in (AR, TUNED):
-            raise UserError(f"{name}: {reason}")
-        console.say(f"left out: {name}: {reason}")
-    return {name: runs for name, runs in raced.runs.items() if name not in raced.failed}
 
 
 def results(runs: Mapping[str, Sequence[Decoded]], prompts: Workload, console: Console, seed: int) -> dict[str, Any]:

@@ -88,10 +88,6 @@ class ProfileDifference(Document, kind="profile-difference", made_by="autotune d
 
     def tables(self) -> list[Table]:
         """Settings that differ, and the figures, with whether the intervals of A and B have no value in common."""
-        figures = [
-            [name, *map(shown, row.values()), "apart" if row[A][2] < row[B][1] or row[B][2] < row[A][1] else "overlap"]
-            for name, row in self.figures.items()
-        ]
         prompts = f"{self.num_shared_prompts} shared" if self.num_shared_prompts else "each profile's own"
         return [
             Table(
@@ -106,7 +102,14 @@ class ProfileDifference(Document, kind="profile-difference", made_by="autotune d
             Table(
                 f"Figures of {prompts} held-out prompts, with 95 % intervals",
                 ["figure", A, B, RATIO, "intervals"],
-                figures,
+                [
+                    [
+                        name,
+                        *map(shown, row.values()),
+                        "apart" if row[A][2] < row[B][1] or row[B][2] < row[A][1] else "overlap",
+                    ]
+                    for name, row in self.figures.items()
+                ],
                 labels=dict(zip((A, B), self.names, strict=True)),
             ),
         ]

@@ -33,8 +33,7 @@ def find_prompts(sources: Sources, workload: str | None) -> dict[str, WorkloadPr
     if not sources.traces or sources.study is None or sources.folder is None:
         return {}
     header, name = sources.traces[0].header, workload or sources.study.workload
-    in_home = str(sources.folder.resolve().parents[1] / name)  # the folder of .autotune, where the search ran
-    for path in (name, in_home):
+    for path in (name, str(sources.folder.resolve().parents[1] / name)):  # or where .autotune is, and the search ran
         with nullcontext() if workload else suppress(UserError):
             loaded = load_workload(path, "tune", num_prompts=len(header.prompts))
             searched = loaded if sources.profile is None else loaded.as_searched(sources.profile.workload)

@@ -144,12 +144,18 @@ def _read_study(alone: Sources, folder: Path, study: StudyDocument, storage: str
                 for record in ledger.records(study.records.get("trees", [])).values()
                 for content in record.get("fastest", ())
             ]
-    tables = (CostTable.load(path) for path in files_by_age(folder, "*.cost.json"))
     return replace(
         alone,
         folder=folder,
         study=study,
-        table=next((table for table in tables if table.content_hash == study.cost_table), None),
+        table=next(
+            (
+                table
+                for table in map(CostTable.load, files_by_age(folder, "*.cost.json"))
+                if table.content_hash == study.cost_table
+            ),
+            None,
+        ),
         traces=[load_trace(folder / name) for name in study.traces if (folder / name).exists()],
         screened=list({s.variant: s for s in subnets}.values()),
         candidates=sorted({c.key: c for c in candidates}.values(), key=lambda c: c.rank),

@@ -190,8 +190,13 @@ def subnet_tables(screened: Iterable[ScreenedSubnet]) -> list[Table]:
             of_heads = speedups.setdefault(heads_label(s.subnet), {})
             of_heads[s.subnet.visual_keep] = max(s.speedup, of_heads.get(s.subnet.visual_keep, 0.0))
         rows = [[heads, *(times(of_heads.get(keep)) for keep in keeps)] for heads, of_heads in speedups.items()]
-        title = draft if layer is None else f"{draft}, layer {layer} of the target"
-        tables.append(Table(title, ["heads", *(f"{percent(keep, 0)} of visual tokens" for keep in keeps)], rows))
+        tables.append(
+            Table(
+                draft if layer is None else f"{draft}, layer {layer} of the target",
+                ["heads", *(f"{percent(keep, 0)} of visual tokens" for keep in keeps)],
+                rows,
+            )
+        )
     return tables
 
 

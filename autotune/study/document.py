@@ -152,8 +152,13 @@ def find_study(profile: DecodingProfile, source: Path) -> Path | None:
 
     Folders with documents that cannot be read are skipped.
     """
-    roots = [source.parent / WORKSPACE, WORKSPACE]
-    folders = {path.resolve(): path for root in roots if root.is_dir() for path in root.iterdir() if path.is_dir()}
+    folders = {
+        path.resolve(): path
+        for root in (source.parent / WORKSPACE, WORKSPACE)
+        if root.is_dir()
+        for path in root.iterdir()
+        if path.is_dir()
+    }
     if any(source.parent.glob("study*.json")):
         folders[source.parent.resolve()] = source.parent
     likeness_of: dict[Path, tuple[bool, bool]] = {}

@@ -245,8 +245,8 @@ def check_settings(settings: SearchSettings) -> SearchSettings:
     is_local = settings.gpu is None or settings.gpu in local_gpus()
     if settings.gpu is not None and not is_local:
         require_known(settings.gpu)
-    name = PROFILE if is_local else f"profile-{settings.gpu}.json"
-    return settings.model_copy(update={"output": choose_output(settings.output, name, settings.key)})
+    default = PROFILE if is_local else f"profile-{settings.gpu}.json"
+    return settings.model_copy(update={"output": choose_output(settings.output, default, settings.key)})
 
 
 def is_of_backend(change: str) -> bool:

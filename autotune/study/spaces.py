@@ -46,8 +46,7 @@ def load_space(name: str, changes: Sequence[str] = ()) -> SearchSpace:
             continue
         for name, dimension in dimensions.items():
             for value in dimension.choices or [dimension.low, dimension.high]:
-                tree = ordered(policy, {**_largest(dimensions), name: value})
-                parse_policy(tree, source=f"{path}: {policy}")
+                parse_policy(ordered(policy, {**_largest(dimensions), name: value}), source=f"{path}: {policy}")
     return space
 
 

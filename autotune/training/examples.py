@@ -27,7 +27,7 @@ from autotune.recording.answers import MAX_BATCH_BYTES, AnswerRecorder
 from autotune.recording.recorder import Recorder, Report
 from autotune.runtime.answer_keys import SOFTWARE
 from autotune.training.recipe import Magpie
-from autotune.workloads.chat import Variables, chat_text
+from autotune.workloads.chat import Variables, chat_for, used_variables
 from autotune.workloads.formats import read_answered
 from autotune.workloads.prompt import AnsweredPrompt, Prompt, WorkloadPrompt, hash_inputs, load_prompt
 from autotune.workloads.workload import WorkloadSplit, is_named, load_workload
@@ -302,7 +302,9 @@ def user_turn(processor: Any, variables: Variables | None = None) -> tuple[str, 
         raise UserError(
             "magpie has the target write questions by its chat template; it has none; remove magpie from data"
         )
-    before, _, after = chat_text(processor, _MARK, num_images=0, variables=variables).partition(_MARK)
+    options = {**used_variables(processor, variables or {}), "add_generation_prompt": True, "tokenize": False}
+    text = str(processor.apply_chat_template(chat_for(processor, _MARK, num_images=0), **options))
+    before, _, after = text.partition(_MARK)
     return before, after
 
 

@@ -77,22 +77,6 @@ def used_variables(processor: Any, variables: Variables) -> dict[str, JsonValue]
     return {name: value for name, value in variables.items() if name in names}
 
 
-def chat_text(
-    processor: Any,
-    content: str | Sequence[Message],
-    *,
-    num_images: int,
-    num_videos: int = 0,
-    variables: Variables | None = None,
-) -> str:
-    """The text of a prompt after the processor's chat template, with the generation prompt. Markers of images and
-    videos are placed where the messages say, or at the beginning of the first user message.
-    """
-    messages = chat_for(processor, content, num_images=num_images, num_videos=num_videos)
-    options = {**used_variables(processor, variables or {}), "add_generation_prompt": True, "tokenize": False}
-    return str(processor.apply_chat_template(messages, **options))
-
-
 def chat_for(
     processor: Any, content: str | Sequence[Message], *, num_images: int, num_videos: int = 0
 ) -> list[dict[str, Any]]:
@@ -104,7 +88,9 @@ def chat_for(
 
 
 def chat_messages(content: str | Sequence[Message], *, num_images: int, num_videos: int = 0) -> list[dict[str, Any]]:
-    """A chat as dictionaries whose contents are lists of parts; ``chat_text`` says where images and videos are."""
+    """A chat as dictionaries whose contents are lists of parts. Markers of images and videos are placed where the
+    messages say, or at the beginning of the first user message.
+    """
     chat = [Message(role="user", content=content)] if isinstance(content, str) else content
     placed = {part.type for message in chat for part in message.parts}
     first: list[dict[str, str]] = []

@@ -16,7 +16,7 @@ from PIL import Image
 
 from autotune.documents.decoding_profile import WorkloadReference
 from autotune.errors import UserError
-from autotune.workloads.chat import chat_text
+from autotune.workloads.chat import chat_for
 from autotune.workloads.pixels import load_image
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
 from autotune.workloads.workload import SHIPPED, Workload, WorkloadSplit, load_workload, shipped_files
@@ -75,7 +75,8 @@ def test_chat_uses_the_template_of_the_processor(tmp_path: Path, processor: Any)
 
     def text(line: dict[str, Any]) -> str:
         (prompt,) = load_workload(str(write_workload(tmp_path, [{**image, **line}])), "tune").prompts
-        return chat_text(processor, prompt.settings.messages or prompt.settings.prompt, num_images=len(prompt.pixels))
+        chat = chat_for(processor, prompt.content, num_images=len(prompt.pixels))
+        return str(processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
 
     plain = text({"prompt": "What is this?"})
     assert text({"messages": [{"role": "user", "content": "What is this?"}]}) == plain
