@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from autotune.workloads.chat import chat_text
+from autotune.workloads.chat import chat_for
 from drafts.digits.make.digits import DIGIT_SIZE, PASSAGE_TOKENS, DigitsExample, make_example
 
 TASK_SHARES = {
@@ -75,7 +75,8 @@ class Batches:
         """The example with its token ids and their labels, which are one shorter."""
         image, tokenizer = example.image, self.processor.tokenizer
         num_visual_tokens = 0 if image is None else (image.shape[0] // self.processor.patch_size) ** 2
-        prompt = chat_text(self.processor, example.prompt, num_images=int(image is not None))
+        messages = chat_for(self.processor, example.prompt, num_images=int(image is not None))
+        prompt = str(self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
         prompt_ids = tokenizer(prompt.replace("<image>", "<image>" * num_visual_tokens)).input_ids
         answer_ids = tokenizer(" " + example.answer).input_ids
         if example.task == "continue":  # a passage has no end, and its prompt is trained on as well
