@@ -62,7 +62,7 @@ class ModelShape(Document):
     others whole. 0 for a draft, which runs on one device.
     """
     embedding_parameters: int = Field(default=0, ge=0)
-    """Of an embedding that is not the output head; the plan divides it too."""
+    """Parameters of an embedding that is not the output head; the plan divides it too."""
     most_devices: int = Field(default=1, ge=1)
     """Devices among which the plan can divide the model, or any divisor of this number: the key and value heads of a
     layer; 1 without a plan.
