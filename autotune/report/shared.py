@@ -1,4 +1,4 @@
-"""What others get of a profile: the profile without paths of this machine, its draft, and a card that describes it."""
+"""A profile as others get it without paths of this machine, its draft, and a card that describes it."""
 
 from __future__ import annotations
 

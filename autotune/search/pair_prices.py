@@ -61,7 +61,7 @@ def price_pair(settings: SearchSettings, console: Console) -> CostTable:
 
 
 def parts_table(shape: ModelShape, limits: DatasheetLimits, mode: str) -> Table:
-    """What takes the time of the target's forward passes: plain steps, and verifications of the trees."""
+    """The parts of the time of the target's forward passes: plain steps, and verifications of the trees."""
     parts = {size: step_parts(shape, limits, size, KV_LENGTH, mode) for size in (1, *(1 + n for n, _ in SHAPES))}
     rows = [[str(size), *map(number, times_ms.values())] for size, times_ms in parts.items()]
     return Table(f"Target: parts of a forward pass at KV length {KV_LENGTH}, ms", ["tokens", *parts[1]], rows)

@@ -124,7 +124,7 @@ def test_the_card_has_the_result_its_conditions_and_the_commands(hub: Hub) -> No
 
 
 def test_paths_of_the_cache_become_ids(hub: Hub, tmp_path: Path) -> None:
-    """Those of vLLM, which are inside of JSON too, and of a llama.cpp, whose draft is found again."""
+    """Paths of a vLLM stand inside of JSON too, and the draft of a llama.cpp is found again."""
     target, draft = resolve(TARGET), resolve(DRAFT)
     speculation = Speculation(type="draft_model", options={"num_speculative_tokens": 3}, model=draft)
     words = ["/opt/vllm", "serve", target, "--speculative-config", json.dumps({"model": draft})]
