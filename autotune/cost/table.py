@@ -58,14 +58,14 @@ class ModelShape(Document):
     (``Trace.draft_kv_length``).
     """
     divided_parameters: int = Field(default=0, ge=0)
-    """Text parameters that transformers' plan of tensor parallelism divides among devices; every device reads the
-    others whole. 0 for a draft, which runs on one device.
+    """Parameters of the decoder layers that devices divide (tensor parallelism); each holds all others whole. 0 for a
+    draft, which runs on one device.
     """
     embedding_parameters: int = Field(default=0, ge=0)
-    """Parameters of an embedding that is not the output head; the plan divides it too."""
+    """Parameters of an embedding that is not the output head."""
     most_devices: int = Field(default=1, ge=1)
-    """Devices among which the plan can divide the model, or any divisor of this number: the key and value heads of a
-    layer; 1 without a plan.
+    """Devices that can divide the layers, or any divisor of this number: the largest that divides the query heads, and
+    the key and value heads; 1 for models that are not divided.
     """
 
     @property
@@ -75,11 +75,10 @@ class ModelShape(Document):
 
     def bytes_on_each(self, num_devices: int, kv_length: int) -> float:
         """Bytes of weights, and of keys and values of ``kv_length`` tokens, on each device that shares the model."""
-        whole = self.text_parameters - self.divided_parameters + self.vision_parameters
-        divided = self.divided_parameters + self.embedding_parameters
+        whole = self.text_parameters - self.divided_parameters + self.vision_parameters + self.embedding_parameters
         return (
             whole * self.bytes_per_parameter
-            + (divided * self.bytes_per_parameter + kv_length * self.kv_bytes_per_token) / num_devices
+            + (self.divided_parameters * self.bytes_per_parameter + kv_length * self.kv_bytes_per_token) / num_devices
         )
 
     def cards_needed(self, card: str, memory_bytes: float) -> str:

@@ -152,6 +152,11 @@ class TextModel:
         return shapes
 
     @property
+    def head_counts(self) -> set[int]:
+        """Numbers of query heads, and of key and value heads. Devices that divide the layers divide each of them."""
+        return {self.config.num_attention_heads, *(heads for heads, _ in filter(None, self.kv_shapes))}
+
+    @property
     def has_plain_head(self) -> bool:
         """Whether the rows of the output head can be copied."""
         return type(self.head) is nn.Linear and not hasattr(self.head.weight, "__tensor_flatten__")
@@ -314,3 +319,12 @@ def undecodable(config: Any, reason: str) -> UserError:
         f"text models of type {config.model_type!r} cannot be decoded with trees: {reason}; known: "
         f"{', '.join(KNOWN_TEXT_TYPES)}; use one of these"
     )
+
+
+def layer_plan(model: Any) -> dict[str, str]:
+    """The part of transformers' plan of tensor parallelism that is used: how modules of the decoder layers are divided
+    among devices, by module; empty for a model without a plan. Embeddings, vision tower and output head stay whole,
+    because drafts read them on one device.
+    """
+    plan = getattr(model, "tp_plan", None) or {}
+    return {module: style for module, style in plan.items() if ".layers." in f".{module}"}
