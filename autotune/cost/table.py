@@ -63,15 +63,8 @@ class ModelShape(Document):
     """
     embedding_parameters: int = Field(default=0, ge=0)
     """Parameters of an embedding that is not the output head."""
-    most_devices: int = Field(default=1, ge=1)
-    """Devices that can divide the layers, or any divisor of this number: the largest that divides the query heads, and
-    the key and value heads; 1 for models that are not divided.
-    """
-
-    @property
-    def device_numbers(self) -> list[int]:
-        """The numbers of devices that can share the model."""
-        return [number for number in range(1, self.most_devices + 1) if self.most_devices % number == 0]
+    device_numbers: tuple[int, ...] = (1,)
+    """Numbers of devices that can divide the layers: divisors of the query heads, and of the key and value heads."""
 
     def bytes_on_each(self, num_devices: int, kv_length: int) -> float:
         """Bytes of weights, and of keys and values of ``kv_length`` tokens, on each device that shares the model."""

@@ -38,9 +38,9 @@ def fingerprint(device: str = "cpu") -> Fingerprint:
         UserError: this machine has no such device.
     """
     import torch
-    from torch import distributed
 
-    num_devices = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    has_processes = torch.distributed.is_available() and torch.distributed.is_initialized()
+    num_devices = torch.distributed.get_world_size() if has_processes else 1
     if device == "cpu":
         return cpu_fingerprint(usable_threads()).shared_by(num_devices)
     index = device.partition(":")[2] or "0"

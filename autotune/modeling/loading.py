@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -331,8 +330,6 @@ def _weight_bytes(empty: Any, num_shards: int) -> int:
     from autotune.modeling.text_model import text_model_of
 
     whole = sum(parameter.nbytes for parameter in empty.parameters())
-    if num_shards == 1:
-        return whole
     layers = sum(parameter.nbytes for layer in text_model_of(empty).layers for parameter in layer.parameters())
     return whole - layers + layers // num_shards
 
@@ -360,12 +357,10 @@ def _tensor_plan(empty: Any, name: str, num_shards: int, *, is_whole: bool) -> A
             f"{name}: transformers cannot divide models of type {text.config.model_type} among processes; give a model with "
             "a tensor-parallel plan, or load it without torchrun"
         )
-    if undivided := sorted(number for number in text.head_counts if number % num_shards):
-        most = math.gcd(*text.head_counts)
-        common = [number for number in range(2, most + 1) if most % number == 0]
+    if num_shards not in text.device_numbers:
         raise UserError(
-            f"{name}: {num_shards} processes do not divide its {undivided[0]} attention heads; start "
-            f"{' or '.join(map(str, common)) or 'one'} of them (--nproc-per-node)"
+            f"{name}: {num_shards} processes do not divide its query heads and its key and value heads; start "
+            f"{' or '.join(map(str, text.device_numbers))} of them (--nproc-per-node)"
         )
     return DistributedConfig(
         tp_size=num_shards, tp_plan={module: "replicate" for module in empty.tp_plan if module not in plan}

@@ -152,9 +152,10 @@ class TextModel:
         return shapes
 
     @property
-    def head_counts(self) -> set[int]:
-        """Numbers of query heads, and of key and value heads. Devices that divide the layers divide each of them."""
-        return {self.config.num_attention_heads, *(heads for heads, _ in filter(None, self.kv_shapes))}
+    def device_numbers(self) -> tuple[int, ...]:
+        """Numbers of devices that can divide the layers: divisors of query heads, and of key and value heads."""
+        heads = {self.config.num_attention_heads, *(heads for heads, _ in filter(None, self.kv_shapes))}
+        return tuple(n for n in range(1, min(heads) + 1) if all(number % n == 0 for number in heads))
 
     @property
     def has_plain_head(self) -> bool:

@@ -7,7 +7,6 @@ target write them and captured steps of the draft read them.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -104,7 +103,7 @@ class TreeModel(CachedModel):
             bytes_per_parameter=num_bytes,
             embedding_parameters=0 if embedding is head else embedding.numel(),
             divided_parameters=num_divided,
-            most_devices=math.gcd(*text.head_counts) if num_divided > 0 else 1,
+            device_numbers=text.device_numbers if num_divided > 0 else (1,),
             layer_kernels=24 + 8 * sum("RMSNorm" in type(module).__name__ for module in text.layers[0].modules()),
         )
 
