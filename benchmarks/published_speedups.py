@@ -66,12 +66,11 @@ def shape_of(model: dict[str, int], layers: int | None = None) -> ModelShape:
     num_layers = model["layers"] if layers is None else layers
     hidden, keys = model["hidden"], 2 * model["kv"]
     layer = hidden * (2 * model["q"] + keys + 3 * model["mlp"])
-    text_parameters = num_layers * layer + hidden * model["vocab"]
     return ModelShape(
         num_layers=num_layers,
         hidden_size=hidden,
-        text_parameters=text_parameters,
-        divided_parameters=text_parameters,
+        text_parameters=num_layers * layer + hidden * model["vocab"],
+        divided_parameters=num_layers * layer,
         vision_parameters=0,
         kv_bytes_per_token=2 * num_layers * keys,
         bytes_per_parameter=2,

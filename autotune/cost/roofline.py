@@ -167,8 +167,7 @@ def _parts_ms(
     peak, activation_bytes = (
         (limits.float32_tflops, 4) if shape.bytes_per_parameter == 4 else (limits.bfloat16_tflops, 2)
     )
-    # A layer sums the outputs of its attention and of its MLP; the step is sent, embeddings summed, logits gathered.
-    num_reduces = 2 * shape.num_layers + 3 if limits.num_devices > 1 else 0
+    num_reduces = 2 * shape.num_layers if limits.num_devices > 1 else 0  # of attention and of MLP
     if mode == EAGER:
         kernels_ms = (shape.num_layers + limits.layers_outside) * limits.eager_layer_ms
     else:

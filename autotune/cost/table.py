@@ -58,28 +58,20 @@ class ModelShape(Document):
     (``Trace.draft_kv_length``).
     """
     divided_parameters: int = Field(default=0, ge=0)
-    """Text parameters that transformers' plan of tensor parallelism divides among devices; every device reads the
-    others whole. 0 for a draft, which runs on one device.
+    """Parameters of the decoder layers that devices divide (tensor parallelism); each holds all others whole. 0 for a
+    draft, which runs on one device.
     """
     embedding_parameters: int = Field(default=0, ge=0)
-    """Parameters of an embedding that is not the output head; the plan divides it too."""
-    most_devices: int = Field(default=1, ge=1)
-    """Devices among which the plan can divide the model, or any divisor of this number: the key and value heads of a
-    layer; 1 without a plan.
-    """
-
-    @property
-    def device_numbers(self) -> list[int]:
-        """The numbers of devices that can share the model."""
-        return [number for number in range(1, self.most_devices + 1) if self.most_devices % number == 0]
+    """Parameters of an embedding that is not the output head."""
+    device_numbers: tuple[int, ...] = (1,)
+    """Numbers of devices that can divide the layers: divisors of the query heads, and of the key and value heads."""
 
     def bytes_on_each(self, num_devices: int, kv_length: int) -> float:
         """Bytes of weights, and of keys and values of ``kv_length`` tokens, on each device that shares the model."""
-        whole = self.text_parameters - self.divided_parameters + self.vision_parameters
-        divided = self.divided_parameters + self.embedding_parameters
+        whole = self.text_parameters - self.divided_parameters + self.vision_parameters + self.embedding_parameters
         return (
             whole * self.bytes_per_parameter
-            + (divided * self.bytes_per_parameter + kv_length * self.kv_bytes_per_token) / num_devices
+            + (self.divided_parameters * self.bytes_per_parameter + kv_length * self.kv_bytes_per_token) / num_devices
         )
 
     def cards_needed(self, card: str, memory_bytes: float) -> str:

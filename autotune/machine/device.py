@@ -31,15 +31,18 @@ _VARIANTS = re.compile(r"\b(pcie|nvl|40\s*gb|laptop|max q)\b")
 
 
 def fingerprint(device: str = "cpu") -> Fingerprint:
-    """The fingerprint of ``cpu`` or ``cuda:N``; torch calls AMD's GPUs ``cuda`` too.
+    """The fingerprint of ``cpu`` or ``cuda:N``; torch calls AMD's GPUs ``cuda`` too. Under torchrun it is that of the
+    devices of all processes, which share a target.
 
     Raises:
         UserError: this machine has no such device.
     """
     import torch
 
+    has_processes = torch.distributed.is_available() and torch.distributed.is_initialized()
+    num_devices = torch.distributed.get_world_size() if has_processes else 1
     if device == "cpu":
-        return cpu_fingerprint(usable_threads())
+        return cpu_fingerprint(usable_threads()).shared_by(num_devices)
     index = device.partition(":")[2] or "0"
     if not torch.cuda.is_available() or not index.isdigit() or int(index) >= torch.cuda.device_count():
         raise UserError(f"device {device!r} is not on this machine; it has: {', '.join(local_devices())}; choose one")
@@ -54,7 +57,7 @@ def fingerprint(device: str = "cpu") -> Fingerprint:
         num_cores=properties.multi_processor_count,
         memory_bytes=properties.total_memory,
         driver=_query_nvml()[0] if torch.version.hip is None else f"ROCm {torch.version.hip}",
-    )
+    ).shared_by(num_devices)
 
 
 def cpu_fingerprint(num_cores: int) -> Fingerprint:

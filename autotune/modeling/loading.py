@@ -330,15 +330,12 @@ def _weight_bytes(empty: Any, num_shards: int) -> int:
     from autotune.modeling.text_model import text_model_of
 
     whole = sum(parameter.nbytes for parameter in empty.parameters())
-    if num_shards == 1:
-        return whole
     layers = sum(parameter.nbytes for layer in text_model_of(empty).layers for parameter in layer.parameters())
     return whole - layers + layers // num_shards
 
 
 def _tensor_plan(empty: Any, name: str, num_shards: int, *, is_whole: bool) -> Any:
-    """How transformers divides the layers of a text model among processes. Embeddings, vision tower and output head
-    stay whole, because drafts read them in one process.
+    """How transformers divides the layers of a text model among processes, and nothing else (``layer_plan``).
 
     Args:
         empty: the model, without content.
@@ -349,24 +346,21 @@ def _tensor_plan(empty: Any, name: str, num_shards: int, *, is_whole: bool) -> A
     """
     from transformers.distributed import DistributedConfig
 
-    from autotune.modeling.text_model import text_model_of
+    from autotune.modeling.text_model import layer_plan, text_model_of
 
-    text = text_model_of(empty)
+    text, plan = text_model_of(empty), layer_plan(empty)
     if not is_whole or text.has_states:
         kind = "with recurrent or convolution states" if is_whole else "quantized, or of a GGUF file"
         raise UserError(f"{name}: a target {kind} is not divided among processes; load it without torchrun")
-    plan = {module: style for module, style in empty.tp_plan.items() if ".layers." in f".{module}"}
     if not plan:
         raise UserError(
             f"{name}: transformers cannot divide models of type {text.config.model_type} among processes; give a model with "
             "a tensor-parallel plan, or load it without torchrun"
         )
-    heads = {text.config.num_attention_heads, *(shape[0] for shape in text.kv_shapes if shape is not None)}
-    if undivided := sorted(number for number in heads if number % num_shards):
-        common = [number for number in range(2, min(heads) + 1) if all(count % number == 0 for count in heads)]
+    if num_shards not in text.device_numbers:
         raise UserError(
-            f"{name}: {num_shards} processes do not divide its {undivided[0]} attention heads; start "
-            f"{' or '.join(map(str, common)) or 'one'} of them (--nproc-per-node)"
+            f"{name}: {num_shards} processes do not divide its query heads and its key and value heads; start "
+            f"{' or '.join(map(str, text.device_numbers))} of them (--nproc-per-node)"
         )
     return DistributedConfig(
         tp_size=num_shards, tp_plan={module: "replicate" for module in empty.tp_plan if module not in plan}

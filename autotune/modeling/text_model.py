@@ -152,6 +152,12 @@ class TextModel:
         return shapes
 
     @property
+    def device_numbers(self) -> tuple[int, ...]:
+        """Numbers of devices that can divide the layers: divisors of query heads, and of key and value heads."""
+        heads = {self.config.num_attention_heads, *(heads for heads, _ in filter(None, self.kv_shapes))}
+        return tuple(n for n in range(1, min(heads) + 1) if all(number % n == 0 for number in heads))
+
+    @property
     def has_plain_head(self) -> bool:
         """Whether the rows of the output head can be copied."""
         return type(self.head) is nn.Linear and not hasattr(self.head.weight, "__tensor_flatten__")
@@ -314,3 +320,12 @@ def undecodable(config: Any, reason: str) -> UserError:
         f"text models of type {config.model_type!r} cannot be decoded with trees: {reason}; known: "
         f"{', '.join(KNOWN_TEXT_TYPES)}; use one of these"
     )
+
+
+def layer_plan(model: Any) -> dict[str, str]:
+    """The part of transformers' plan of tensor parallelism that is used: how modules of the decoder layers are divided
+    among devices, by module; empty for a model without a plan. Embeddings, vision tower and output head stay whole,
+    because drafts read them on one device.
+    """
+    plan = getattr(model, "tp_plan", None) or {}
+    return {module: style for module, style in plan.items() if ".layers." in f".{module}"}

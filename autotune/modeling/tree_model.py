@@ -32,7 +32,7 @@ from autotune.modeling.masks import LayerMasks, TreeMasks, by_layer_type
 from autotune.modeling.prompt import Encoded, EncodedPrompt, encode
 from autotune.modeling.quantization import unquantized, weight_bytes
 from autotune.modeling.step import LAST, Evaluated, Layout, PackedStep, Step, best_tokens, padded_columns
-from autotune.modeling.text_model import TextModel, text_model_of
+from autotune.modeling.text_model import TextModel, layer_plan, text_model_of
 from autotune.modeling.tree_attention import additive_mask, captured_attention
 from autotune.modeling.vision_timing import vision_layers, vision_parts
 from autotune.trees.limits import MAX_STEP, Ints
@@ -87,8 +87,8 @@ class TreeModel(CachedModel):
         text, config, full = self.text, self.text.config, unquantized(self.model)
         layers = [parameter for layer in text_model_of(full).layers for parameter in layer.parameters()]
         text_parameters = sum(parameter.numel() for parameter in layers) + config.hidden_size * config.vocab_size
-        divided, head = divided_parameters(full), [*text_model_of(full).head.parameters()]
-        num_divided = sum(parameter.numel() for parameter in (*layers, *head) if id(parameter) in divided)
+        head, embedding = text_model_of(full).head.weight, full.get_input_embeddings().weight
+        num_divided = 0 if text.has_states or text.quantization is not None else divided_parameters(full)
         num_bytes: int | float = self.dtype.itemsize
         if text.quantization is not None:
             num_bytes = sum(map(weight_bytes, (*text.layers, text.head))) / text_parameters
@@ -101,15 +101,9 @@ class TreeModel(CachedModel):
             vision_layers=vision_layers(full),
             kv_bytes_per_token=text.kv_bytes_per_token,
             bytes_per_parameter=num_bytes,
-            embedding_parameters=sum(
-                embedding.numel()
-                for embedding in full.get_input_embeddings().parameters()
-                if all(embedding is not parameter for parameter in head)
-            ),
+            embedding_parameters=0 if embedding is head else embedding.numel(),
             divided_parameters=num_divided,
-            most_devices=min(heads for heads, _ in filter(None, text.kv_shapes))
-            if 2 * num_divided > text_parameters
-            else 1,
+            device_numbers=text.device_numbers if num_divided > 0 else (1,),
             layer_kernels=24 + 8 * sum("RMSNorm" in type(module).__name__ for module in text.layers[0].modules()),
         )
 
@@ -332,14 +326,12 @@ class TreeModel(CachedModel):
 NUM_ROWS = 2 * MAX_STEP
 
 
-def divided_parameters(model: Any) -> set[int]:
-    """Ids of the parameters that transformers' plan of tensor parallelism divides among devices: projections of
-    attention and MLP, the embedding and the output head, each where the plan names it. Empty for a model without one.
-    """
-    plan = getattr(model, "tp_plan", None) or {}
-    divided = {name for name, style in plan.items() if "wise" in style}  # colwise, rowwise, and what derives from them
+def divided_parameters(model: Any) -> int:
+    """Number of parameters that the processes of a target divide: projections of attention and MLP (``layer_plan``)."""
+    # colwise, rowwise, and what derives from them
+    divided = {name for name, style in layer_plan(model).items() if "wise" in style}
     parameters = [(re.sub(r"\.\d+(?=\.)", ".*", name), parameter) for name, parameter in model.named_parameters()]
-    return {id(parameter) for name, parameter in parameters if divided & {name, name.rpartition(".")[0]}}
+    return sum(parameter.numel() for name, parameter in parameters if divided & {name, name.rpartition(".")[0]})
 
 
 class FeatureRows:

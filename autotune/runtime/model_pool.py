@@ -189,7 +189,6 @@ class ModelPool:
         documents += [list(self.capture_sizes)] if self.capture_sizes else []
         documents += [self.mode, STEPS_VERSION] if self.mode != EAGER else []
         documents += quantization_versions(self.target.text.quantization)
-        documents += [] if self.target.ranks is None else [f"{self.target.ranks.size} processes"]
         return content_key(documents)
 
 

@@ -50,8 +50,8 @@ def table_for_gpu(
     shape = pool.target.shape
     if num_devices not in shape.device_numbers:
         raise UserError(
-            f"--gpu {gpu}: {num_devices} cards cannot share {target.id}; by its key and value heads and transformers' plan "
-            f"of tensor parallelism, these numbers can: {', '.join(map(str, shape.device_numbers))}; name one of them"
+            f"--gpu {gpu}: {num_devices} cards cannot share {target.id}; by its heads and transformers' plan of tensor "
+            f"parallelism, these numbers can: {', '.join(map(str, shape.device_numbers))}; name one of them"
         )
     drafts = [(pool.references[d], subnet, pool.draft(d, subnet).shape) for d, subnet in variants]
     mode = check_mode(mode, pool.target.device, has_states=True) if pool.has_states else mode

@@ -264,7 +264,8 @@ def device_for(gpu: str | None, device: str = "auto") -> str | None:
     if gpu is None:
         return choose_device(device)
     for device in local_devices():
-        if fingerprint(device).name == gpu:
+        name = fingerprint(device).name
+        if gpu in (name, split_cards(name)[1]):
             return device
     if gpu in local_gpus():
         fault = gpu_fault() or "CUDA_VISIBLE_DEVICES hides it from torch; unset that"

@@ -62,7 +62,7 @@ def test_near_ties_alone_differ_in_float32(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "heads", "rule"),
-    [(3, (4, 2), "3 processes do not divide its 2 attention heads; start 2 of them"), (2, (3, 1), "start one of them")],
+    [(3, (4, 2), "3 processes do not divide its query heads and its key"), (2, (3, 1), "value heads; start 1 of them")],
 )
 def test_heads_that_do_not_divide_are_refused(tmp_path: Path, number: int, heads: tuple[int, int], rule: str) -> None:
     family = with_heads("llama", *heads)
