@@ -27,11 +27,11 @@ from autotune.engines.chains import pairs_of, replay_chain, require_replayed, wi
 from autotune.engines.engine_server import EngineServer
 from autotune.engines.loads import serve_load
 from autotune.engines.prices import PRICED_TOKENS, EnginePrices, Pairs, measure_verifications, served_prices, with_draft
-from autotune.engines.process import running
+from autotune.engines.process import built_here, running
 from autotune.engines.replay import KEEPS_STATE, EngineRecorded, EngineSteps, replay_speculation, replayed_pairs
 from autotune.engines.served import Served, require_served
 from autotune.errors import UserError
-from autotune.files import WORKSPACE, append_line, content_key, read_lines, user_cache
+from autotune.files import WORKSPACE, append_line, content_key, read_lines
 from autotune.replay.degenerate_answers import degenerate_answers
 from autotune.workloads.prompt import WorkloadPrompt
 
@@ -112,9 +112,7 @@ class EngineBackend(Backend):
 
     @classmethod
     def restored(cls, deployment: Deployment, *, command: str | None = None, **options: Any) -> Self:
-        """With ``command``, the executable that the profile names or, if it is not here, the one of the engine. No head
-        is recorded.
-        """
+        """With ``command``, the profile's executable or, if it is not here, the engine's; without heads to record."""
         executable = deployment.command[0]
         if command is None:
             command = shlex.join([executable if Path(executable).exists() else cls.program, *deployment.arguments])
@@ -128,10 +126,7 @@ class EngineBackend(Backend):
     def find(cls, command: str | None) -> tuple[Path, list[str]]:
         """The executable and the user's arguments."""
         words = shlex.split(command or cls.program) or [""]
-        executable = shutil.which(words[0])
-        if executable is None and words[0] == cls.program:
-            # ``make engines`` of this project's sources may have built it.
-            executable = shutil.which(user_cache().parent / "autotune-engines" / cls.name / "bin" / cls.program)
+        executable = shutil.which(words[0]) or (built_here(cls.name, cls.program) if words[0] == cls.program else None)
         if executable is None:
             raise UserError(
                 f"{words[0] or 'command'}: no such executable; {cls.install}, or give --set {cls.name}:command=..."
@@ -392,9 +387,7 @@ class EngineBackend(Backend):
     ) -> Iterator[LoadRun]:
         """One server for all loads, unless it drafts from earlier answers or has a place for each request."""
         answers, label = recorded.answers, configuration.label if configuration else OFF
-        longest = (
-            max(len(answer.prompt_tokens) + answer.limit for answer in answers) + PRICED_TOKENS[-1]
-        )  # with a draft
+        longest = max(len(answer.prompt_tokens) + answer.limit for answer in answers) + PRICED_TOKENS[-1]
         keeps_state = configuration is not None and configuration.type in KEEPS_STATE
         with ExitStack() as servers:
             server = None
@@ -403,8 +396,7 @@ class EngineBackend(Backend):
                     if server is None or keeps_state or self.has_server_per_load:
                         servers.close()
                         server = servers.enter_context(self.started(configuration, load, longest))
-                    yield serve_load(
-                        server, answers, recorded.prompts, load, label, repeats=not keeps_state, seed=self.seed
-                    )
+                    options = {"repeats": not keeps_state, "seed": self.seed}
+                    yield serve_load(server, answers, recorded.prompts, load, label, **options)
                 except UserError as error:
                     yield LoadRun(label=label, at_once=load, failure=str(error))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from urllib.parse import urlsplit
 
 from autotune.documents.deployment import Deployment
 from autotune.errors import UserError
+from autotune.files import user_cache
 
 THIS_MACHINE = ("localhost", "0.0.0.0", "::1", "::")
 NAME_OPTIONS = {"llama.cpp": "--alias"}
@@ -34,6 +36,11 @@ _CAUSE = re.compile(r"(?:[\d.]+ E [\w ]+|(?:\w+\.)*[A-Z]\w*(?:Error|Exception)|\
 _PR_SET_PDEATHSIG = 1
 _HEADING = re.compile(r"\d+ validation errors? for ")  # pydantic's message follows in the next lines
 _PREFIX = re.compile(r"^\([^)]*pid=\d+\) ?(?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] ?)?")
+
+
+def built_here(engine: str, program: str) -> str | None:
+    """The executable that ``make engines`` of this project's sources has built; None if it has not."""
+    return shutil.which(user_cache().parent / "autotune-engines" / engine / "bin" / program)
 
 
 def open_url(request: urllib.request.Request, timeout_s: float) -> Any:

@@ -140,7 +140,7 @@ def load_model(
         device: ``meta`` for a model of sizes without weights, with ``random_weights``.
         dtype: None: the checkpoint's; of GGUF files bfloat16 where the device multiplies it natively.
         random_weights: make the weights at random. Only the config is needed, and latency does not depend on weights.
-        num_shards: processes of ``torch.distributed`` that divide the layers (``_tensor_plan``).
+        num_shards: processes of ``torch.distributed`` that divide the layers (``shard_plan``).
         device_map: ``auto`` spreads the layers over all GPUs; None: the model is on ``device``.
         console: is told what was done to a GGUF file.
 
@@ -153,6 +153,7 @@ def load_model(
     from transformers.utils import logging
 
     from autotune.modeling.attention import choose_attention
+    from autotune.modeling.shard_plan import shard_bytes, shard_plan
 
     logging.disable_progress_bar()
     source, gguf = _pretrained(name, weights=not random_weights)
@@ -179,10 +180,8 @@ def load_model(
             packed_bytes = sum(path.stat().st_size for path in files) if is_packed else 0
             empty = _without_weights(factory, config, options)
             if num_shards > 1:
-                options["distributed_config"] = _tensor_plan(
-                    empty, name, num_shards, is_whole=not (gguf or is_quantized)
-                )
-            weights = packed_bytes or _weight_bytes(empty, num_shards)
+                options["distributed_config"] = shard_plan(empty, name, num_shards, is_whole=not (gguf or is_quantized))
+            weights = packed_bytes or shard_bytes(empty, num_shards)
             if device_map is None:
                 check_room(device, {"weights": weights}, what=name, advice="free some, or load a smaller model")
             options |= {"device_map": device_map or {"": device}} if num_shards == 1 else {}
@@ -323,48 +322,6 @@ def _without_weights(factory: Any, config: Any, options: Mapping[str, Any]) -> A
 
     with torch.device("meta"):
         return factory.from_config(config, dtype=options.get("dtype", config.dtype))
-
-
-def _weight_bytes(empty: Any, num_shards: int) -> int:
-    """Bytes of the weights of a process that holds a share of the layers and all else."""
-    from autotune.modeling.text_model import text_model_of
-
-    whole = sum(parameter.nbytes for parameter in empty.parameters())
-    layers = sum(parameter.nbytes for layer in text_model_of(empty).layers for parameter in layer.parameters())
-    return whole - layers + layers // num_shards
-
-
-def _tensor_plan(empty: Any, name: str, num_shards: int, *, is_whole: bool) -> Any:
-    """How transformers divides the layers of a text model among processes, and nothing else (``layer_plan``).
-
-    Args:
-        empty: the model, without content.
-        is_whole: its weights are neither quantized nor of a GGUF file.
-
-    Raises:
-        UserError: the weights cannot be divided, transformers has no plan, or the heads cannot be divided.
-    """
-    from transformers.distributed import DistributedConfig
-
-    from autotune.modeling.text_model import layer_plan, text_model_of
-
-    text, plan = text_model_of(empty), layer_plan(empty)
-    if not is_whole or text.has_states:
-        kind = "with recurrent or convolution states" if is_whole else "quantized, or of a GGUF file"
-        raise UserError(f"{name}: a target {kind} is not divided among processes; load it without torchrun")
-    if not plan:
-        raise UserError(
-            f"{name}: transformers cannot divide models of type {text.config.model_type} among processes; give a model with "
-            "a tensor-parallel plan, or load it without torchrun"
-        )
-    if num_shards not in text.device_numbers:
-        raise UserError(
-            f"{name}: {num_shards} processes do not divide its query heads and its key and value heads; start "
-            f"{' or '.join(map(str, text.device_numbers))} of them (--nproc-per-node)"
-        )
-    return DistributedConfig(
-        tp_size=num_shards, tp_plan={module: "replicate" for module in empty.tp_plan if module not in plan}
-    )
 
 
 def load_tokenizer(name: str) -> Any | None:
