@@ -51,8 +51,7 @@ class EngineBackend(Backend):
         draft: a draft model, whose chains are tuned beside the n-grams.
 
     Raises:
-        UserError: the executable or a model is not here, the engine does not load it, or the command sets what the
-            search sets.
+        UserError: a file is not here, the engine does not load a model, or the command sets what the search sets.
     """
 
     program: ClassVar[str]
@@ -67,9 +66,7 @@ class EngineBackend(Backend):
     own_arguments: ClassVar[Sequence[str]]
     """Arguments that the search sets, besides ``--spec*``."""
     tested: ClassVar[Sequence[Speculation]]
-    """Settings of the servers whose counts are compared with the replay's, one for each type. Passes are priced in the
-    first one's.
-    """
+    """Settings of the servers of the self-test, one for each type. Passes are priced in the first one's."""
     space: ClassVar[dict[str, Sequence[tuple[float, ...]]]]
     """Values of the options that are replayed beside the defaults, by type."""
     tolerated_mismatches: ClassVar[float] = 0.0
@@ -386,8 +383,8 @@ class EngineBackend(Backend):
         self, configuration: Speculation | None, recorded: EngineRecorded, loads: Sequence[int]
     ) -> Iterator[LoadRun]:
         """One server for all loads, unless it drafts from earlier answers or has a place for each request."""
-        answers, label = recorded.answers, configuration.label if configuration else OFF
-        longest = max(len(answer.prompt_tokens) + answer.limit for answer in answers) + PRICED_TOKENS[-1]
+        label = configuration.label if configuration else OFF
+        longest = max(len(answer.prompt_tokens) + answer.limit for answer in recorded.answers) + PRICED_TOKENS[-1]
         keeps_state = configuration is not None and configuration.type in KEEPS_STATE
         with ExitStack() as servers:
             server = None
@@ -396,7 +393,6 @@ class EngineBackend(Backend):
                     if server is None or keeps_state or self.has_server_per_load:
                         servers.close()
                         server = servers.enter_context(self.started(configuration, load, longest))
-                    options = {"repeats": not keeps_state, "seed": self.seed}
-                    yield serve_load(server, answers, recorded.prompts, load, label, **options)
+                    yield serve_load(server, recorded, load, label, repeats=not keeps_state, seed=self.seed)
                 except UserError as error:
                     yield LoadRun(label=label, at_once=load, failure=str(error))

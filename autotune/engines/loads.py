@@ -11,9 +11,8 @@ import numpy as np
 
 from autotune.documents.loads import LoadRun
 from autotune.engines.engine_server import EngineServer
-from autotune.engines.served import Served
+from autotune.engines.replay import EngineRecorded
 from autotune.errors import UserError
-from autotune.workloads.prompt import WorkloadPrompt
 
 REQUESTS_PER_CLIENT = 4  # at least, where prompts may be repeated; 2 where not
 LoadedRequest = tuple[float, float, float, int, bool]
@@ -23,16 +22,9 @@ the answer is plain decoding's.
 
 
 def serve_load(
-    server: EngineServer,
-    answers: Sequence[Served],
-    prompts: Sequence[WorkloadPrompt],
-    at_once: int,
-    label: str,
-    *,
-    repeats: bool = True,
-    seed: int = 0,
+    server: EngineServer, recorded: EngineRecorded, at_once: int, label: str, *, repeats: bool = True, seed: int = 0
 ) -> LoadRun:
-    """Serve the prompts of plain answers with ``at_once`` clients.
+    """Serve the recorded prompts with ``at_once`` clients.
 
     Args:
         repeats: send the prompts again, in another order, until every client has had ``REQUESTS_PER_CLIENT``; not to a
@@ -41,7 +33,8 @@ def serve_load(
     Raises:
         UserError: a request fails, requests wait for others to end, or the prompts are too few.
     """
-    number, shuffled = len(answers), random.Random(seed)
+    answers, shuffled = recorded.answers, random.Random(seed)
+    number = len(answers)
     if not repeats and number < 2 * at_once:
         raise UserError(f"it drafts from earlier answers, and needs {2 * at_once} prompts; there are {number}")
     passes = -(-REQUESTS_PER_CLIENT * at_once // number) if repeats else 1
@@ -51,7 +44,7 @@ def serve_load(
     def send(sent: tuple[int, int]) -> LoadedRequest:
         place, again = sent
         begun = time.perf_counter() - started
-        tokens, seconds = server.stream(answers[place], prompts[place], cache=f"{at_once}.{again}")
+        tokens, seconds = server.stream(answers[place], recorded.prompts[place], cache=f"{at_once}.{again}")
         states.append(server.under_load())
         with server.reply_of(""):
             return begun, begun + seconds[0], begun + seconds[-1], len(tokens), tokens == answers[place].tokens
