@@ -38,7 +38,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.nightly] * ("200" in name)) for name in CASES])
 def test_tokens_are_those_of_one_process(tmp_path: Path, case: str) -> None:
-    """For every policy, at both temperatures, with text and images; one broadcast a step, and two for a prompt. A profile
+    """For every policy, at both temperatures, with text and images; one broadcast a step, two for a prompt. A profile
     that they tune names so many devices, and one process decodes by it.
     """
     family, number, num_requests = CASES[case]
