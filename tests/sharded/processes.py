@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from autotune.cli.main import main
 from autotune.drafters.checkpoint import load_draft
+from autotune.machine.device import fingerprint
 from autotune.modeling import sharded
 from autotune.modeling.sharded import lead_or_follow, load_target
 from autotune.modeling.target import Target
@@ -138,6 +139,7 @@ def decode_in_ranks(folder: Path) -> None:
     except Exception as error:
         content = str(error)
     (folder / "replies").write_bytes(pickle.dumps(content))
+    (folder / "device").write_text(fingerprint("cpu").model_dump_json())
 
 
 def replies_of_ranks(number: int, folder: Path, requests: list[Request]) -> Any:

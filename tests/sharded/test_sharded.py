@@ -10,13 +10,18 @@ import pytest
 import torch
 
 from autotune.cli import main
+from autotune.documents.fingerprint import Fingerprint
 from autotune.errors import UserError
 from autotune.evaluation.divergence import first_divergence
+from autotune.machine.device import fingerprint
+from autotune.modeling.loading import reference
 from autotune.modeling.ranks import join_ranks
 from autotune.modeling.sharded import load_target
 from autotune.runtime.decoder import Decoder
+from autotune.runtime.load import load
 from tests.families import FAMILIES
 from tests.runtime.test_families import TREES
+from tests.sample_documents import decoding_profile
 from tests.sharded import processes
 from tests.sharded.processes import replies, replies_of_ranks, requests_of, save_family, with_heads
 
@@ -33,7 +38,9 @@ CASES = {
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.nightly] * ("200" in name)) for name in CASES])
 def test_tokens_are_those_of_one_process(tmp_path: Path, case: str) -> None:
-    """For every policy, at both temperatures, with text and images; one broadcast a step, and two for a prompt."""
+    """For every policy, at both temperatures, with text and images; one broadcast a step, two for a prompt. A profile
+    that they tune names so many devices, and one process decodes by it.
+    """
     family, number, num_requests = CASES[case]
     save_family(family, tmp_path)
     requests = requests_of(family, tmp_path, TREES, num_requests)
@@ -42,6 +49,11 @@ def test_tokens_are_those_of_one_process(tmp_path: Path, case: str) -> None:
     assert [reply.tokens for reply in together] == [reply.tokens for reply in alone]
     assert [reply.forwards for reply in together] == [reply.forwards for reply in alone], "the draft kept other tokens"
     assert {reply.broadcasts - reply.forwards for reply in together} == {2}
+    device = Fingerprint.model_validate_json((tmp_path / "device").read_text())
+    assert device.name == f"{number}xcpu" and device.model == fingerprint("cpu").shared_by(number).model
+    models = (reference(str(tmp_path / part)) for part in ("target", "draft"))
+    with pytest.warns(UserWarning, match=f"tuned on cpu/{number}x.*, this is cpu/"):
+        load(decoding_profile(*models, hardware=device))
     steps = sum(reply.forwards for reply in together)
     print(f"{steps / len(together):.1f} steps a request, {sum(r.num_bytes for r in together) / steps:.0f} bytes a step")
 
