@@ -91,7 +91,7 @@ def test_configs_are_profiled_and_examined(pair: Pair, star: Path, tmp_path: Pat
     assert done.exit_code == 0, done.output
     found = CostTable.load(table)
     assert found.target_shape is not None and found.target_shape.num_layers == text["num_hidden_layers"]
-    assert [costs.num_parameters is not None for costs in found.drafts] == [True, True, True]
+    assert [costs.shape is not None for costs in found.drafts] == [True, True, True]
     done = runner.invoke(main, ["doctor", *arguments, "--tokens", "8", "--json"])
     assert done.exit_code in (0, 1) and '"schema": "autotune.diagnosis/1"' in done.output, done.output
 
