@@ -37,7 +37,7 @@ def autotune(job: Job, found: list[dict[str, Any]], *arguments: str) -> None:
     arguments = *arguments, *(["--mode", "cuda-graph"] if job.dry else [])  # a rehearsed self-test takes long
     row: dict[str, Any] = {"command": " ".join(arguments), "error": None}
     with (
-        mock.patch(f"{POOL}.load_model", lambda name, **options: load_random(job, name, **options)),
+        mock.patch("autotune.modeling.sharded.load_model", lambda name, **options: load_random(job, name, **options)),
         mock.patch(f"{POOL}.load_processor", lambda name, **_: load_processor(name, or_bundled=True)),
     ):
         try:
