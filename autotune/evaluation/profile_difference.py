@@ -66,12 +66,16 @@ class ProfileDifference(Document, kind="profile-difference", made_by="autotune d
     """Held-out prompts that both have decoded; 0: each has figures of its own prompts, and none by task."""
     num_same_answers: int
     figures: dict[str, dict[str, Interval]]
-    """A's, B's, and B over A, which is paired where the prompts are the same. Empty if one has no times of plain decoding by prompt."""
+    """A's, B's, and B over A, which is paired where the prompts are the same. Empty if one has no times of plain
+    decoding by prompt.
+    """
 
     @property
     def explanation(self) -> list[str]:
         """The ratio of the speedups as a product, and what has changed, in sentences."""
-        sentences = ["A or B has no times of plain decoding by prompt, so there are no figures to compare; search again for them."]
+        sentences = [
+            "A or B has no times of plain decoding by prompt, so there are no figures to compare; search again for them."
+        ]
         if self.figures:
             speedup, acceptance, cost = (self.figures[name][RATIO] for name in (SPEEDUP, ACCEPTANCE, COST))
             sentences = [
