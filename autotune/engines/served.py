@@ -34,7 +34,13 @@ class Served(Decoded):
 
     @classmethod
     def of(cls, prompt_tokens: list[int], tokens: list[int], limit: int, **fields: Any) -> Served:
-        """An answer with what follows from its tokens."""
+        """An answer with what follows from its tokens.
+
+        Raises:
+            UserError: the engine made no tokens of the prompt.
+        """
+        if not prompt_tokens:
+            raise UserError("the engine makes no tokens of a prompt; check its chat template and tokenizer")
         key, fields = tokens_key(tokens), {"decode_ms": 0.0} | fields
         return cls(
             prompt_tokens=prompt_tokens, tokens=tokens, limit=limit, tokens_sha256=key, new_tokens=len(tokens), **fields
