@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,6 +42,29 @@ def llama_arguments(speculation: Speculation | None) -> list[str]:
     for name, value in speculation.options.items():
         words += [f"--spec-{'draft' if speculation.is_chain else speculation.type}-{name}", str(value)]
     return words
+
+
+def verifications_of(sums: Sequence[Sequence[int]], depth: int) -> list[list[int]]:
+    """Verifications as ``Served.verifications``, of a reply that is streamed token by token.
+
+    A part that ends inside a character is not sent, so the next one may tell of several tokens. Where it tells of more
+    draft tokens than one verification has, the places are unknown until the next part of a single token.
+
+    Args:
+        sums: tokens, draft tokens and accepted ones up to each part (``SUMS``).
+        depth: most draft tokens of a verification.
+    """
+    verifications, place = list[list[int]](), 1
+    for (tokens_before, *counts_before), (tokens, *counts) in itertools.pairwise([[1, 0, 0], *sums]):
+        drafted, accepted = (after - before for after, before in zip(counts, counts_before, strict=True))
+        if drafted and tokens == tokens_before + 1:
+            place = tokens_before
+        elif drafted > depth:
+            place = 0
+        if drafted and place:
+            verifications.append([place, drafted, accepted])
+            place += accepted + 1
+    return verifications
 
 
 class LlamaServer(EngineServer):
@@ -87,21 +109,13 @@ class LlamaServer(EngineServer):
 
     def _timed(self, tokens: list[int], limit: int, **options: Any) -> Served:
         """The reply; of a server that drafts chains in parts, whose sums tell its verifications."""
-        verifications, rounds, before = list[list[int]](), self._verifications(), self.cpu_ms()
+        rounds, before = self._verifications(), self.cpu_ms()
         parts = self._parts(tokens, limit, is_streamed=self.is_chain, **options)
         spent, rounds = max(0.0, self.cpu_ms() - before), self._verifications() - rounds
         with self.reply_of("/completion"):
             sums = [[part["timings"].get(name, 0) for name in SUMS] for part in parts]
-            place, depth = 1, (self.speculation.depth or 0) if self.speculation else 0
-            for sum_before, sum_after in itertools.pairwise([[1, 0, 0], *sums] if self.is_chain else []):
-                step, drafted, accepted = map(operator.sub, sum_after, sum_before)
-                if drafted and step == 1:
-                    place = sum_before[0]
-                elif drafted > depth:  # of several verifications, as parts that end inside a character are not sent
-                    place = 0
-                if drafted and place:
-                    verifications.append([place, drafted, accepted])
-                    place += accepted + 1
+            depth = (self.speculation.depth or 0) if self.speculation else 0
+            verifications = verifications_of(sums, depth) if self.is_chain else []
             answer, timings = [token for part in parts for token in part["tokens"]], parts[-1]["timings"]
             if self.is_chain and len(answer) < timings["predicted_n"]:
                 answer = self._parts(tokens, limit, **options)[0]["tokens"]
