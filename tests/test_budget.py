@@ -34,7 +34,7 @@ MOST_STATEMENTS = {
         "workloads": 724,
         "serve": 598,
         "machine": 325,
-        "engines": 1631,
+        "engines": 1633,
         "replay": 886,
     },
     "tests": {
@@ -60,7 +60,7 @@ MOST_STATEMENTS = {
         "hub": 936,
         "serve": 486,
         "machine": 371,
-        "engines": 1603,
+        "engines": 1609,
         "replay": 726,
         "sharded": 288,
     },

@@ -27,10 +27,12 @@ def chain_of(profile: DecodingProfile, draft_tokens: int | None, program: str, c
     """
     draft, tree = profile.point.draft, profile.point.tree
     chain = tree if draft_tokens is None else ChainPolicy(depth=draft_tokens)
+    if chain is not None and chain.is_chain and not isinstance(chain, ChainPolicy):
+        chain = ChainPolicy(depth=chain.size.depth)
     if draft is None or not isinstance(chain, ChainPolicy):
         raise UserError(
             f"the profile of {profile.target.id} drafts trees, and {program} verifies chains; give the chain's length with --draft-tokens, or "
-            f"let autotune search --backend vllm --set vllm:draft={draft and draft.id} measure it"
+            "let autotune search --backend vllm find it"
         )
     differences = {
         f"speed in {program} was not measured: autotune search --backend vllm measures vLLM's": True,

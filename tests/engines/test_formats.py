@@ -22,6 +22,7 @@ from autotune.documents.speculation import OPTIONS, Speculation
 from autotune.engines.formats import FORMATS
 from autotune.engines.llama_cpp import llama_arguments
 from autotune.engines.vllm import vllm_arguments
+from autotune.trees.eagle2 import Eagle2Policy
 from tests.engine_profiles import engine_profile
 from tests.sample_documents import DEVICE, DRAFT, decoding_profile
 
@@ -248,6 +249,11 @@ def test_a_tree_is_expressed_as_a_chain_of_the_given_length(folder: Path) -> Non
     assert "give the chain's length with --draft-tokens" in export("--as", "generation-config").stderr
     done = export("--as", "generation-config", "--draft-tokens", "7")
     assert json.loads(done.stdout)["prompt_lookup_num_tokens"] == 7
+    profile = PROFILES["runtime lookup by tree"][0]
+    tree = Eagle2Policy(depth=3, k=1, budget=8)
+    point = profile.point.model_copy(update={"tree": tree})
+    profile.model_copy(update={"point": point}).save("profile.json")
+    assert json.loads(export("--as", "generation-config").stdout)["prompt_lookup_num_tokens"] == 3, "one child a node"
 
 
 def test_a_file_is_written_and_replaces_no_result(folder: Path) -> None:
