@@ -17,7 +17,8 @@ import click
 from autotune.documents.speculation import OPTIONS, Speculation
 from autotune.engines.engine import EngineBackend
 from autotune.engines.llama_cpp import LlamaBackend
-from autotune.engines.replay import replayed_pairs
+from autotune.engines.ngram_drafters import KnownRequest
+from autotune.engines.replay import replay_speculation
 from autotune.engines.vllm import VllmBackend
 from autotune.workloads.workload import load_workload
 
@@ -63,7 +64,8 @@ def main(
                 answers = [server.ask(prompt) for prompt in prompts]
             following = [other.continuation(*pair) for pair in zip(answers, prompts, strict=True)]
             answers = [a.model_copy(update={"beyond": tokens}) for a, tokens in zip(answers, following, strict=True)]
-            pairs = replayed_pairs(one, answers, other.context)
+            replays = replay_speculation(one, map(KnownRequest, answers), other.context)
+            pairs = list(zip(answers, replays, strict=True))
             same = sum(answer.draft_counts == replayed.counts for answer, replayed in pairs)
             requests, exact = requests + len(pairs), exact + same
             print(f"{one.label:40} {same}/{len(pairs)}", flush=True)

@@ -7,13 +7,10 @@ from collections.abc import Sequence
 
 from autotune.documents.speculation import DEEPEST, Speculation
 from autotune.engines.engine_server import EngineServer
-from autotune.engines.prices import Pairs
-from autotune.engines.replay import CONTEXT_STEP, EngineRecorded, RequestReplay
+from autotune.engines.replay import CONTEXT_STEP, RequestReplay
 from autotune.engines.served import Served
-from autotune.errors import UserError
 
 CUT_AT_LIMIT = "draft-"  # begin of llama.cpp's types, whose drafts end with what a request may still generate
-TOLERATED = 0.02  # of tokens per pass: the difference of a chain's server from the replay
 
 
 def known_drafts(answer: Served) -> dict[int, tuple[int, bool]]:
@@ -70,30 +67,6 @@ def with_all_depths(answer: Served, head: Speculation, server: EngineServer) -> 
             verifications.append([place, *counts])
         answer = answer.model_copy(update={"verifications": verifications})
     return answer
-
-
-def pairs_of(chain: Speculation, answers: Sequence[Served], recorded: EngineRecorded) -> Pairs:
-    """Answers of a server of a chain, beside the replay of the recorded ones to the same prompts."""
-    replayed = {
-        answer.prompt_sha256: replay_chain(chain, answer, recorded.context)[0] for answer in recorded.chains[chain.type]
-    }
-    known = [answer for answer in answers if answer.prompt_sha256 in replayed]
-    return [(answer, replayed[answer.prompt_sha256]) for answer in known]
-
-
-def require_replayed(pairs: Pairs) -> str:
-    """The counts of a server beside those of the replay, in words.
-
-    Raises:
-        UserError: the tokens per pass differ.
-    """
-    counted = tokens_per_pass([(len(answer.tokens) - 1, answer.accepted_tokens) for answer, _ in pairs])
-    predicted = tokens_per_pass([(replayed.num_tokens, replayed.counts[-1]) for _, replayed in pairs])
-    exact = sum(answer.draft_counts == replayed.counts for answer, replayed in pairs)
-    text = f"{counted:.3f} tokens per pass, predicted {predicted:.3f}"
-    if abs(counted / predicted - 1) > TOLERATED:
-        raise UserError(f"the build drafts otherwise than at depth {DEEPEST}: {text}")
-    return f"counts are the predicted in {exact} of {len(pairs)} requests; {text}"
 
 
 def tokens_per_pass(requests: Sequence[tuple[int, int]]) -> float:

@@ -12,7 +12,7 @@ import subprocess
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -23,12 +23,28 @@ from autotune.documents.loads import LoadRun
 from autotune.documents.provenance import ModelReference
 from autotune.documents.speculation import DEEPEST, OPTIONS, ModelType, Options, Speculation
 from autotune.engines.backend import Backend, EngineArm
-from autotune.engines.chains import pairs_of, replay_chain, require_replayed, with_all_depths
+from autotune.engines.chains import replay_chain, with_all_depths
 from autotune.engines.engine_server import EngineServer
 from autotune.engines.loads import serve_load
-from autotune.engines.prices import PRICED_TOKENS, EnginePrices, Pairs, measure_verifications, served_prices, with_draft
+from autotune.engines.prices import (
+    PRICED_TOKENS,
+    EnginePrices,
+    TimedRequest,
+    measure_verifications,
+    served_prices,
+    with_draft,
+)
 from autotune.engines.process import built_here, running
-from autotune.engines.replay import KEEPS_STATE, EngineRecorded, EngineSteps, replay_speculation, replayed_pairs
+from autotune.engines.replay import KEEPS_STATE, EngineRecorded, EngineSteps, replay_speculation
+from autotune.engines.self_test import (
+    FEWEST_PROMPTS,
+    answers_in_turn,
+    chain_requests,
+    differing_answers,
+    exact_requests,
+    require_replayed,
+    tested_requests,
+)
 from autotune.engines.served import Served, require_served
 from autotune.errors import UserError
 from autotune.files import WORKSPACE, append_line, content_key, read_lines
@@ -36,9 +52,6 @@ from autotune.replay.degenerate_answers import degenerate_answers
 from autotune.workloads.prompt import WorkloadPrompt
 
 OFF = "off"
-FEWEST_PROMPTS = 4  # are recorded, whatever time that takes
-AGAIN = 4  # prompts that are asked again
-SELF_TEST = 12  # prompts
 
 
 class EngineBackend(Backend):
@@ -240,27 +253,16 @@ class EngineBackend(Backend):
                     "every answer has one token, and nothing to speculate; give other prompts or --max-new-tokens"
                 )
             prompts = prompts[: len(answers)]
-            longest = sorted(range(len(prompts)), key=lambda number: -len(answers[number].tokens))[:AGAIN]
-            again = [server.ask(prompts[number]) for number in longest]
-            recorded = EngineRecorded(prompts, answers, again, server.context)
+            recorded = EngineRecorded(prompts, answers, server.context)
         if warning := degenerate_answers([answer.tokens for answer in answers], [answer.limit for answer in answers]):
             self.console.say(f"answers    {warning}")
-        differing = sum(answer.tokens != answers[number].tokens for answer, number in zip(again, longest, strict=True))
-        self.console.say(
-            f"plain      {sum(len(answer.tokens) for answer in answers)} tokens of {len(prompts)} prompts, in {folder}; asked again, "
-            f"{differing} of {len(again)} answers differ"
-        )
-        chains, chains_again, left_out = dict[str, Sequence[Served]](), dict[str, Sequence[Served]](), dict[str, str]()
+        tokens = sum(len(answer.tokens) for answer in answers)
+        self.console.say(f"plain      {tokens} tokens of {len(prompts)} prompts, in {folder}")
+        chains, left_out = dict[str, Sequence[Served]](), dict[str, str]()
         for kind, head in self.heads.items():
-            try:
-                with self.started(head) as server:
-                    answered = self._recorded(server, prompts, folder, until)
-                    chains_again[kind] = [server.ask(prompts[number]) for number in longest if number < len(answered)]
-                    chains[kind] = answered
-            except UserError as error:
-                left_out[kind] = str(error)
-                self.console.say(f"draft      {kind} is left out: {error}")
-        return replace(recorded, chains=chains, chains_again=chains_again, left_out=left_out)
+            with self._leaving_out(left_out, kind), self.started(head) as server:
+                chains[kind] = self._recorded(server, prompts, folder, until)
+        return replace(recorded, chains=chains, left_out=left_out)
 
     def _recorded(
         self, server: EngineServer, prompts: Sequence[WorkloadPrompt], folder: Path, until: float
@@ -286,67 +288,48 @@ class EngineBackend(Backend):
         return answers
 
     def price(self, recorded: EngineRecorded, until: float = math.inf) -> EnginePrices:
-        """Passes are priced in a server of the self-test, whose requests are answered before."""
-        left_out, served = dict(recorded.left_out), list[Any]()
-        with ExitStack() as stack:
-            pricing = stack.enter_context(self.started(self.tested[0]))
-            for tested in () if self.is_fixed else self.tested:
-                try:
-                    served += self._self_test(tested, pricing, recorded)
-                except UserError as error:
-                    left_out[tested.type] = str(error)
-                    self.console.say(f"self-test  {tested.type} is left out: {error}")
-            asked = sorted((answer.prompt_tokens for answer in recorded.answers), key=len)
-            ends = asked[:: max(1, len(asked) - 1)]  # after the shortest and the longest prompt
-            with self.console.stage("prices of forward passes") as update:
-                steps = measure_verifications(pricing, ends, update, seed=self.seed, until=until)
-        has_one_loop = self.has_one_loop or self.is_fixed  # a server at a URL drafts in its plain answers too
-        plain = replayed_pairs(None, recorded.again, recorded.context)
-        prices = served_prices(EnginePrices(steps, left_out), plain, served, has_one_loop=has_one_loop)
-        for kind in recorded.chains:
-            try:
-                prices = with_draft(prices, self.heads[kind], self._chain_pairs(self.heads[kind], recorded))
-            except UserError as error:
-                left_out[kind] = str(error)
-                self.console.say(f"self-test  {kind} is left out: {error}")
+        """Passes are priced in a server of the self-test, whose requests are answered before. Servers that speculate
+        are timed beside a plain one.
+        """
+        left_out, served = dict(recorded.left_out), list[TimedRequest]()
+        with self.started(None) as plain:
+            with self.started(self.tested[0]) as pricing:
+                for tested in () if self.is_fixed else self.tested:
+                    with self._leaving_out(left_out, tested.type), ExitStack() as stack:
+                        server = pricing if tested == self.tested[0] else stack.enter_context(self.started(tested))
+                        off, of_tested = self._in_turn([plain, server], recorded, until)
+                        requests = tested_requests(tested, of_tested, off, plain, recorded)
+                        exact, text = exact_requests(requests, self.tolerated_mismatches)
+                        self.console.say(f"self-test  {tested.type}: {text}; {differing_answers(off, recorded)}")
+                        served += exact
+                asked = sorted((answer.prompt_tokens for answer in recorded.answers), key=len)
+                ends = asked[:: max(1, len(asked) - 1)]  # after the shortest and the longest prompt
+                with self.console.stage("prices of forward passes") as update:
+                    steps = measure_verifications(pricing, ends, update, seed=self.seed, until=until)
+            has_one_loop = self.has_one_loop or self.is_fixed  # a server at a URL drafts in its plain answers too
+            prices = served_prices(EnginePrices(steps, left_out), served, has_one_loop=has_one_loop)
+            for kind in recorded.chains:
+                head = self.heads[kind]
+                first = head.at_depth(1) or head
+                with self._leaving_out(left_out, kind), self.started(first) as shallow, self.started(head) as deep:
+                    off, of_first, of_head = self._in_turn([plain, shallow, deep], recorded, until)
+                    near = chain_requests(first, of_first, off, recorded)
+                    self.console.say(f"self-test  {first.label}: {require_replayed(near)}")
+                    prices = with_draft(prices, head, [*near, *chain_requests(head, of_head, off, recorded)])
         self.console.say(f"prices     {prices.text()}")
         return prices
 
-    def _self_test(self, tested: Speculation, pricing: EngineServer, recorded: EngineRecorded) -> Pairs:
-        """Requests of a new server whose counts are the replay's, beside it.
+    def _in_turn(self, servers: Sequence[EngineServer], recorded: EngineRecorded, until: float) -> list[list[Served]]:
+        return answers_in_turn(servers, recorded, until, pause_s=self.pause_s, seed=self.seed)
 
-        Raises:
-            UserError: these are too few, or the build does not have the type.
-        """
-        with nullcontext(pricing) if tested == self.tested[0] else self.started(tested) as server:
-            answers = [server.ask(prompt) for prompt in recorded.prompts[:SELF_TEST]]
-        following = [pricing.continuation(*pair) for pair in zip(answers, recorded.prompts, strict=False)]
-        answers = [a.model_copy(update={"beyond": beyond}) for a, beyond in zip(answers, following, strict=True)]
-        pairs = replayed_pairs(tested, answers, recorded.context)
-        exact = [(answer, replayed) for answer, replayed in pairs if answer.draft_counts == replayed.counts]
-        counted, predicted = (
-            "{} verifications, {} drafted, {} accepted".format(*map(sum, zip(*rows, strict=True)))
-            for rows in ([answer.draft_counts for answer, _ in pairs], [replayed.counts for _, replayed in pairs])
-        )
-        self.console.say(
-            f"self-test  {tested.type}: counts are the predicted in {len(exact)} of {len(pairs)} requests; {counted}"
-        )
-        if len(exact) < (1 - self.tolerated_mismatches) * len(pairs):
-            raise UserError(f"the build has another rule: {counted}; predicted are {predicted}")
-        return exact
-
-    def _chain_pairs(self, head: Speculation, recorded: EngineRecorded) -> dict[int, Pairs]:
-        """Requests of servers at depth 1 and at the greatest beside their replay, by depth.
-
-        Raises:
-            UserError: the server at depth 1 drafts otherwise than the replay says, or does not start.
-        """
-        first = head.at_depth(1) or head
-        with self.started(first) as server:
-            answers = [server.ask(prompt) for prompt in recorded.prompts[:SELF_TEST]]
-        tested = pairs_of(first, answers, recorded)
-        self.console.say(f"self-test  {first.label}: {require_replayed(tested)}")
-        return {1: tested, head.depth or 1: pairs_of(head, recorded.chains_again[head.type], recorded)}
+    @contextmanager
+    def _leaving_out(self, left_out: dict[str, str], kind: str) -> Iterator[None]:
+        """Inside the context, a failure leaves out a type, in one line."""
+        try:
+            yield
+        except UserError as error:
+            left_out[kind] = str(error)
+            self.console.say(f"left out   {kind}: {error}")
 
     def replay(self, configuration: Speculation | None, recorded: EngineRecorded) -> EngineSteps:
         """Along the plain answers, and of chains along those of their server at the greatest depth."""

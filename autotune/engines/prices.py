@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -28,11 +28,17 @@ REPEATS = 3
 CPU_RATIO = 4  # of CPU times of the longest verification and of a plain pass, above which the CPU computes them
 MISFIT = 0.05  # of a request's time to its price, beyond which it counts less
 FEWEST = 3  # verifications of a request, and such requests, that refit prices
-ALONE = {"step": 1.0, "verification": 1.0, "plain": 1.0}
-"""Times in served requests over those alone, of passes over one token, of verifications, and of the former in an engine
-that runs another loop without speculation.
-"""
-Pairs = Sequence[tuple[Served, RequestReplay]]
+ALONE = {"step": 1.0, "verification": 1.0}
+"""Times in a server that speculates over those in a plain one, of passes over one token and of verifications."""
+
+
+class TimedRequest(NamedTuple):
+    """A request of a server that speculates, beside its replay."""
+
+    answer: Served
+    plain: Served
+    """The answer of a plain server, which was asked within seconds."""
+    replayed: RequestReplay
 
 
 def measure_verifications(
@@ -80,8 +86,8 @@ class EnginePrices(Prices):
 
     factors: Mapping[str, float] = field(default_factory=lambda: dict(ALONE))
     """See ``ALONE``."""
-    drafts: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
-    """Milliseconds of a draft by its tokens, by type; linear between two numbers of tokens."""
+    drafts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Milliseconds of a draft, and of each of its tokens, by type."""
 
     @functools.cached_property
     def clock(self) -> Literal["wall", "cpu"]:
@@ -116,13 +122,12 @@ class EnginePrices(Prices):
     def request_ms(self, request: RequestReplay, speculation: Speculation | None) -> float:
         """The time of a request's passes and drafts in a server."""
         plain, verifying = self.parts_ms(request)
-        ms = self.factors["step"] * plain + self.factors["verification"] * verifying
         if speculation is None:
-            return self.factors["plain"] * ms
-        if drafts := self.drafts.get(speculation.type):
-            drafted = [number for number, _ in request.drafts]
-            ms += float(np.interp(drafted, list(drafts), list(drafts.values())).sum())
-        return ms
+            return plain
+        ms = self.factors["step"] * plain + self.factors["verification"] * verifying
+        draft_ms, token_ms = self.drafts.get(speculation.type, (0.0, 0.0))
+        verifications, drafted, _ = request.counts
+        return ms + verifications * draft_ms + drafted * token_ms
 
     def ms(self, steps: EngineSteps) -> Floats:
         """See ``Prices.ms``. A chain's answer may have another length than the plain one; a token of a prompt that its
@@ -133,9 +138,16 @@ class EnginePrices(Prices):
         missing = len(steps.new_tokens) - len(rates)
         return np.array([*rates, *[rates.mean()] * missing]) * steps.new_tokens
 
-    def time_of(self, answer: Served) -> float:
-        """The time of an answer on the prices' clock."""
-        return answer.decode_ms if self.clock == "wall" else answer.cpu_ms
+    def served_ms(self, request: TimedRequest) -> float:
+        """The time of a request, had the plain answer beside it taken as long as its priced passes: a machine's speed
+        changes from minute to minute.
+        """
+        answer_ms, plain_ms = (
+            answer.decode_ms if self.clock == "wall" else answer.cpu_ms for answer in (request.answer, request.plain)
+        )
+        passes = len(request.plain.tokens) - 1
+        priced_ms = passes * self.pass_ms(1, len(request.plain.prompt_tokens) + passes / 2)
+        return answer_ms * priced_ms / plain_ms
 
     def text(self) -> str:
         """The prices in one line, in plain steps."""
@@ -143,46 +155,47 @@ class EnginePrices(Prices):
         shown = [f"{n}: {self.pass_ms(n, context) / self.pass_ms(1, context):.1f}" for n in (2, 4, 8, 16)]
         factors = ", ".join(f"{name} {factor:.2f}" for name, factor in self.factors.items())
         drafts = "".join(
-            f"; {kind} drafts {k} in {ms:.1f} ms" for kind, times in self.drafts.items() for k, ms in times.items()
+            f"; {kind} drafts in {draft_ms:.1f} ms and {token_ms:.1f} ms for each token"
+            for kind, (draft_ms, token_ms) in self.drafts.items()
         )
         return f"a verification of n tokens takes, in plain steps, {', '.join(shown)} ({self.clock} time; {factors}{drafts})"
 
 
-def served_prices(prices: EnginePrices, plain: Pairs, served: Pairs, *, has_one_loop: bool) -> EnginePrices:
-    """The prices with the factors of served requests: a robust fit to the times of those that verify drafts, and of
-    those without speculation too in an engine that ``has_one_loop``. Where too few verify drafts, both kinds of passes
-    have one factor.
+def served_prices(prices: EnginePrices, served: Sequence[TimedRequest], *, has_one_loop: bool) -> EnginePrices:
+    """The prices with the factors of served requests; one for both kinds of passes where too few verify drafts.
+
+    Args:
+        has_one_loop: whether passes over one token take the time of a plain server's.
+    """
+    rows = [(*prices.parts_ms(request.replayed), prices.served_ms(request)) for request in served]
+    if sum(len(request.replayed.drafts) >= FEWEST for request in served) < FEWEST:
+        slower = [ms / (plain + verifying) for plain, verifying, ms in rows]
+        return replace(prices, factors=dict.fromkeys(ALONE, 1.0 if has_one_loop else float(np.median(slower or [1.0]))))
+    rows += [(1.0, 0.0, 1.0)] * len(rows) if has_one_loop else []
+    step, verification = robust_fit(np.array(rows), (0.5, 3.0))
+    return replace(prices, factors={"step": step, "verification": verification})
+
+
+def with_draft(prices: EnginePrices, head: Speculation, served: Sequence[TimedRequest]) -> EnginePrices:
+    """The prices with the time of a head's drafts: what requests of servers of two depths took beside their passes."""
+    rows = list[tuple[float, float, float, float]]()
+    for request in served:
+        verifications, drafted, _ = request.replayed.counts
+        spent = prices.served_ms(request) * request.replayed.num_tokens / max(1, len(request.answer.tokens) - 1)
+        rows.append((verifications, drafted, prices.request_ms(request.replayed, head), spent))
+    draft, token = robust_fit(np.array(rows))
+    return replace(prices, drafts={**prices.drafts, head.type: (draft, token)})
+
+
+def robust_fit(rows: Floats, bounds: tuple[float, float] = (-math.inf, math.inf)) -> tuple[float, float]:
+    """Times of two kinds of work, by the relative misfit of requests, of which some were disturbed.
+
+    Args:
+        rows: for each request the amounts of both kinds, its other time if there is a fourth column, and its time.
     """
     from scipy.optimize import least_squares  # takes a second to import
 
-    off, drafting = (
-        [(*prices.parts_ms(replayed), prices.time_of(answer)) for answer, replayed in pairs if replayed.num_tokens]
-        for pairs in (plain, served)
-    )
-    alone = float(np.median([ms / priced for priced, _, ms in off]))
-    step = verification = alone if has_one_loop else 1.0
-    if sum(len(replayed.drafts) >= FEWEST for _, replayed in served) >= FEWEST:
-        rows = np.array([*drafting, *(off if has_one_loop else ())])
-        misfit = lambda factors: rows[:, :2] @ factors / rows[:, 2] - 1  # noqa: E731
-        step, verification = least_squares(
-            misfit, [1.0, 1.0], bounds=(0.5, 3.0), loss="soft_l1", f_scale=MISFIT
-        ).x.tolist()
-    plain_factor = 1.0 if has_one_loop else alone / step
-    return replace(prices, factors={"step": step, "verification": verification, "plain": plain_factor})
-
-
-def with_draft(prices: EnginePrices, head: Speculation, served: Mapping[int, Pairs]) -> EnginePrices:
-    """The prices with the time of a head's drafts: what the requests of servers of two depths took beside their passes.
-
-    Args:
-        served: requests beside their replay, by depth.
-    """
-    times = dict[int, float]()
-    for depth, pairs in served.items():
-        drafting = list[float]()
-        for answer, replayed in pairs:
-            spent = prices.time_of(answer) * replayed.num_tokens / max(1, len(answer.tokens) - 1)
-            if replayed.drafts:
-                drafting.append((spent - prices.request_ms(replayed, head)) / len(replayed.drafts))
-        times[depth] = float(np.median(drafting))
-    return replace(prices, drafts={**prices.drafts, head.type: times})
+    amounts, known, ms = rows[:, :2], rows[:, 2:-1].sum(axis=1), rows[:, -1]
+    misfit = lambda each: (amounts @ each + known) / ms - 1  # noqa: E731
+    first, second = least_squares(misfit, [1.0, 1.0], bounds=bounds, loss="soft_l1", f_scale=MISFIT).x.tolist()
+    return first, second

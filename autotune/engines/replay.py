@@ -35,16 +35,12 @@ class EngineRecorded:
 
     prompts: Sequence[WorkloadPrompt]
     answers: Sequence[Served]
-    again: Sequence[Served]
-    """The longest answers, asked again, for times of today."""
     context: int
     """Most tokens of a request."""
     chains: Mapping[str, Sequence[Served]] = field(default_factory=dict)
     """Answers of a server with each model or head at the greatest depth, by type; to the first prompts, where time was
     short.
     """
-    chains_again: Mapping[str, Sequence[Served]] = field(default_factory=dict)
-    """Some of them, asked again, for times of today."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Types of which nothing could be recorded, with the reason."""
 
@@ -123,11 +119,3 @@ def replay_speculation(
     """Replay requests in their order in one new server."""
     drafter = None if speculation is None else new_drafter(speculation)
     return [replay_request(drafter, request, context) for request in requests]
-
-
-def replayed_pairs(
-    speculation: Speculation | None, answers: Sequence[Served], context: int
-) -> list[tuple[Served, RequestReplay]]:
-    """Answers of a new server, in their order, beside their replay."""
-    replays = replay_speculation(speculation, map(KnownRequest, answers), context)
-    return list(zip(answers, replays, strict=True))

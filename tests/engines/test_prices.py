@@ -9,7 +9,7 @@ import pytest
 
 from autotune.documents.deployment import PricedStep
 from autotune.documents.speculation import OPTIONS, Speculation
-from autotune.engines.prices import ALONE, EnginePrices, served_prices, with_draft
+from autotune.engines.prices import ALONE, EnginePrices, TimedRequest, served_prices, with_draft
 from autotune.engines.replay import EngineSteps, RequestReplay
 from autotune.engines.served import Served
 
@@ -30,40 +30,45 @@ def test_times_are_interpolated_between_those_that_were_priced() -> None:
 
 def test_times_of_a_configuration_are_those_of_the_plain_answers() -> None:
     """A chain's own answer may have another length; a prompt that its server did not decode takes others' time."""
-    prices = EnginePrices(priced({1: 10.0, 3: 20.0}).priced, factors=ALONE | {"plain": 0.5})
-    assert prices.ms(EngineSteps(None, [request(8, 0, 8)], [8])).tolist() == [0.5 * 80.0]
+    prices = EnginePrices(priced({1: 10.0, 3: 20.0}).priced, factors=ALONE | {"step": 2.0})
+    assert prices.ms(EngineSteps(None, [request(8, 0, 8)], [8])).tolist() == [80.0]
     ngram = Speculation(type="ngram", options=OPTIONS["ngram"])
-    assert prices.ms(EngineSteps(ngram, [request(2, 2, 4)], [4])).tolist() == [20.0 + 40.0]
+    assert prices.ms(EngineSteps(ngram, [request(2, 2, 4)], [4])).tolist() == [2 * 20.0 + 40.0]
     chain = Speculation(type="mtp", options=OPTIONS["mtp"])
-    drafting = replace(prices, drafts={"mtp": {1: 1.0, 5: 5.0}})
-    assert drafting.ms(EngineSteps(chain, [request(2, 2, 4)], [8, 2])).tolist() == [2 * 64.0, 0.5 * 64.0]
+    drafting = replace(prices, drafts={"mtp": (0.0, 1.0)})
+    assert drafting.ms(EngineSteps(chain, [request(2, 2, 4)], [8, 2])).tolist() == [2 * 84.0, 0.5 * 84.0]
+
+
+def timed(new_tokens: int, ms: float, replayed: RequestReplay, slower: float = 1.0) -> TimedRequest:
+    """A request on a machine that is slower than when passes were priced, beside one of eight plain passes of 10 ms."""
+    answer = Served.of([1], [2] * (new_tokens + 1), new_tokens + 1, decode_ms=slower * ms)
+    return TimedRequest(answer, Served.of([1], [2] * 9, 9, decode_ms=slower * 8 * 10.0), replayed)
 
 
 def test_the_time_of_a_draft_is_what_servers_of_two_depths_took_beside_their_passes() -> None:
-    chain, pairs = Speculation(type="mtp", options=OPTIONS["mtp"]), {}
-    for drafted, extra_ms in ((1, 3.0), (8, 10.0)):
-        replayed = RequestReplay([(drafted, 0)] * 5, Counter({(3, 0): 5}), 5)
-        times = [5 * (20.0 + extra_ms)] * 3 + [1000.0]  # the last one was disturbed
-        pairs[drafted] = [(Served.of([1], [2] * 11, 11, decode_ms=2 * ms), replayed) for ms in times]
-    assert with_draft(priced({1: 10.0, 3: 20.0}), chain, pairs).drafts == {"mtp": {1: 3.0, 8: 10.0}}
+    """2 ms a draft and 1 ms a token; the last draft of a request is short, and some requests were disturbed."""
+    chain, requests = Speculation(type="mtp", options=OPTIONS["mtp"]), []
+    for depth in (1, 8):
+        drafts = [*[(depth, 0)] * 4, (1, 0)]
+        replayed = RequestReplay(drafts, Counter({(3, 0): 5}), 5)
+        ms = 5 * 20.0 + 5 * 2.0 + sum(drafted for drafted, _ in drafts)
+        requests += [timed(10, 2 * spent, replayed, slower=1.25) for spent in (ms, ms, ms, 1000.0)]
+    assert with_draft(priced({1: 10.0, 3: 20.0}), chain, requests).drafts["mtp"] == pytest.approx((2.0, 1.0), rel=0.05)
 
 
 @pytest.mark.parametrize("has_one_loop", [True, False])
 def test_prices_have_the_factors_of_served_requests(has_one_loop: bool) -> None:
-    """Plain passes of 9 ms and verifications of 22 ms, which were priced at 10 and 20; one request was disturbed, and a
-    step without speculation takes 8 ms where the engine runs another loop then.
+    """Verifications of 22 ms, which were priced at 20; one request was disturbed, the machine became slower, and a pass
+    over one token takes 12 ms in place of 10 where the engine runs another loop without speculation.
     """
-    plain_ms = 9.0 if has_one_loop else 8.0
-    off = [(Served.of([1], [2] * 9, 9, decode_ms=8 * plain_ms), request(8, 0, 9))] * 4
-    served = [
-        (Served.of([1], [2] * (plain + verified + 1), 99, decode_ms=9.0 * plain + 22.0 * verified), (plain, verified))
-        for plain, verified in ((8, 4), (4, 8), (6, 6), (9, 3), (3, 9))
+    step_ms = 10.0 if has_one_loop else 12.0
+    requests = [
+        timed(plain + verified, step_ms * plain + 22.0 * verified, request(plain, verified, 9), slower)
+        for plain, verified, slower in ((8, 4, 1.0), (4, 8, 1.1), (6, 6, 1.2), (9, 3, 1.3), (3, 9, 1.4))
     ]
-    served.append((served[0][0].model_copy(update={"decode_ms": 1e4}), (8, 4)))
-    pairs = [(answer, request(*passes, 9)) for answer, passes in served]
+    requests.append(timed(12, 1e4, request(8, 4, 9)))
     prices = priced({1: 10.0, 3: 20.0})
-    found = served_prices(prices, off, pairs, has_one_loop=has_one_loop)
-    step, verification, alone = found.factors.values()
-    assert (step, verification, step * alone) == pytest.approx((0.9, 1.1, plain_ms / 10.0), rel=0.01)
-    step, verification, alone = served_prices(prices, off, pairs[:2], has_one_loop=has_one_loop).factors.values()
-    assert verification == step == (0.9 if has_one_loop else 1.0) and step * alone == pytest.approx(plain_ms / 10.0)
+    factors = served_prices(prices, requests, has_one_loop=has_one_loop).factors
+    assert factors == pytest.approx({"step": step_ms / 10.0, "verification": 1.1}, rel=0.01)
+    few = served_prices(prices, requests[:2], has_one_loop=has_one_loop).factors
+    assert few["step"] == few["verification"] == pytest.approx(1.0 if has_one_loop else (184 / 160 + 224 / 200) / 2)
