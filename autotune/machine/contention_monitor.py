@@ -124,18 +124,17 @@ def _cpu_times() -> Any | None:
 
 
 def _own_cpu_s() -> float:
-    """CPU time of this process and its descendants, user and system, those that have ended included."""
-    own = os.times()
-    seconds = own.user + own.system + own.children_user + own.children_system
-    try:
-        descendants = psutil.Process().children(recursive=True)
-    except (psutil.Error, OSError):
-        return seconds
-    for process in descendants:
-        with contextlib.suppress(psutil.Error, OSError):  # it has just ended
-            times = process.cpu_times()
-            children_s = getattr(times, "children_user", 0) + getattr(times, "children_system", 0)
-            seconds += times.user + times.system + children_s
+    """CPU time of this process and its descendants, user and system, those that have ended included; under torchrun, of
+    all of its processes.
+    """
+    seconds = 0.0
+    with contextlib.suppress(psutil.Error, OSError):
+        first = psutil.Process(os.getppid() if "LOCAL_RANK" in os.environ else None)
+        for process in (first, *first.children(recursive=True)):
+            with contextlib.suppress(psutil.Error, OSError):  # it has just ended
+                times = process.cpu_times()
+                children_s = getattr(times, "children_user", 0) + getattr(times, "children_system", 0)
+                seconds += times.user + times.system + children_s
     return seconds
 
 

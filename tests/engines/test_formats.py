@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 from click.testing import CliRunner, Result
@@ -238,10 +239,9 @@ def test_a_profile_is_expressed_or_refused_in_a_line(folder: Path, kind: str) ->
 
 @pytest.mark.parametrize("kind", [kind for kind, (_, expressed) in PROFILES.items() if "k8s" in expressed])
 def test_manifests_follow_the_schema_of_kubernetes(folder: Path, kind: str) -> None:
-    kubernetes = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
     PROFILES[kind][0].save("profile.json")
     for manifest in yaml.safe_load_all(export("--as", "k8s").stdout):
-        kubernetes.validate(manifest, "1.37", strict=True)
+        kubernetes_validate.validate(manifest, "1.37", strict=True)
 
 
 def test_a_tree_is_expressed_as_a_chain_of_the_given_length(folder: Path) -> None:

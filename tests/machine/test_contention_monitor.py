@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -181,3 +182,20 @@ def test_waiting_ends_at_the_limit(machine: FakeMachine, capsys: pytest.CaptureF
         "the machine did not become idle within 8 s, and the work begins now: "
         "other processes used 0.8 of 2 cores meanwhile; CPU pressure 0 %\n"
     )
+
+
+@pytest.mark.parametrize("is_rank", [True, False])
+def test_the_other_processes_of_torchrun_are_own_work(is_rank: bool) -> None:
+    """A rank, whose sibling has computed for a second."""
+    measure = "from autotune.machine import contention_monitor as m; print(m._own_cpu_s() - sum(m.os.times()[:2]))"
+    agent = (
+        "import psutil, subprocess, sys, time\n"
+        "sibling = subprocess.Popen([sys.executable, '-c', 'while True: pass'])\n"
+        "while psutil.Process(sibling.pid).cpu_times().user < 1: time.sleep(0.05)\n"
+        f"print(subprocess.run([sys.executable, '-c', {measure!r}], capture_output=True, text=True).stdout)\n"
+        "sibling.kill()"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}
+    environment |= {"LOCAL_RANK": "0"} if is_rank else {}
+    ran = subprocess.run([sys.executable, "-c", agent], env=environment, capture_output=True, text=True, check=True)
+    assert (float(ran.stdout) >= 1.0) == is_rank
