@@ -78,7 +78,7 @@ class Round:
             if sampler is not None:
                 depth = grower.tree.depth[grower.frontier[:1]] + 1  # of the children
                 coupling = sampler.coupling(self.target.length + depth)
-            tokens, logprobs = draft.propose(grower.tree, grower.frontier, grower.policy.num_proposals, coupling)
+            tokens, logprobs = draft.propose(grower.tree, grower.frontier, grower.policy.size.proposals, coupling)
             request.stats.draft_ms += host_ms() - started
             grower.grow(tokens, logprobs)
             num_levels += 1
@@ -90,7 +90,7 @@ class Round:
         sampler = point.coupling_sampler(request.sampler)
         if sampler is not None and self.target.graph_runner is not None:
             first = self.target.length + 1
-            sampler.draw_ahead(self.target.noise, first, first + num_accepted + point.policy.max_depth)
+            sampler.draw_ahead(self.target.noise, first, first + num_accepted + point.policy.size.depth)
 
     def verify(self, request: Request, point: LoadedPoint) -> tuple[Ints, int]:
         """Run the target over root and tree in one forward pass; returns the accepted nodes and the target's token

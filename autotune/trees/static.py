@@ -66,12 +66,12 @@ class StaticPolicy(TreePolicy):
 
     @property
     def forest_bounds(self) -> ForestBounds:
-        return ForestBounds(depth=self.max_depth, num_proposals=self.num_proposals)
+        return ForestBounds(depth=self.size.depth, num_proposals=self.size.proposals)
 
     @property
     def changed(self) -> dict[str, Any]:
         """The size of the tree, in place of its many paths."""
-        return {"nodes": self.max_nodes, "depth": self.max_depth}
+        return {"nodes": self.size.nodes, "depth": self.size.depth}
 
     def encode(self) -> Floats:
         """Depth, parent, rank and whether it has children, of every node: level by level, each level in the order of

@@ -98,7 +98,7 @@ def test_static_trees_come_from_the_dynamic_programme(tmp_path: Path) -> None:
     assert len(candidates) > 6 and {c.configuration.visual_keep for c in candidates} == {*KEEPS}
     for candidate in candidates:
         policy = parse_policy(candidate.configuration.tree)
-        assert policy.policy == "static" and policy.max_nodes <= 6 and policy.max_depth <= 3
+        assert policy.policy == "static" and policy.size.nodes <= 6 and policy.size.depth <= 3
 
 
 @pytest.mark.parametrize(("budget", "is_held"), [(25, True), (24, False)])
@@ -106,7 +106,7 @@ def test_static_trees_have_the_published_one_of_their_sizes(budget: int, is_held
     """EAGLE-1's tree has 25 nodes on 5 levels: 4, 8, 8, 3 and 2."""
     found = evaluator()
     published = parse_policy(PUBLISHED_DEFAULTS["sd-tree"].tree)
-    assert (published.max_nodes, published.max_depth) == (25, 5)
+    assert (published.size.nodes, published.size.depth) == (25, 5)
     assert isinstance(published, StaticPolicy) and Counter(map(len, published.paths)) == {1: 4, 2: 8, 3: 8, 4: 3, 5: 2}
     trees = found.template_trees(next(iter(found.traces)), {"budget": [6, budget], "depth": [5]})
     assert (published.model_dump(mode="json") in trees) == is_held and len(trees) > 1
