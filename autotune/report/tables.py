@@ -34,7 +34,7 @@ def decoding_table(profile: DecodingProfile) -> Table:
     facts = {
         "backend": profile.backend,
         "output": "lossless: it equals the target's own, token for token"
-        if point.lossless
+        if point.verification.is_lossless
         else f"LOSSY, not the target's own: {point.verification.kind} verification",
     }
     if (deployment := point.deployment) is not None:

@@ -298,7 +298,7 @@ class Decoder:
         )
         try:
             yield session.prefill()
-            while not session.is_finished:
+            while not session.request.is_finished:
                 yield session.advance()
         finally:
             session.close()

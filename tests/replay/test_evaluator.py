@@ -106,5 +106,5 @@ def test_published_defaults_are_replayed_where_the_traces_reach() -> None:
         policy = parse_policy(default.tree)
         bounds = next(iter(found.traces.values())).header.bounds
         fits = policy.size.proposals <= bounds.num_proposals and policy.size.depth <= bounds.depth
-        assert (default in reached) == (fits and default.visual_keep in KEEPS)
+        assert (default in reached) == (fits and default.subnet.visual_keep in KEEPS)
         assert policy.size.proposals <= ForestBounds().num_proposals and policy.size.depth <= ForestBounds().depth
