@@ -59,7 +59,7 @@ def random_configurations(
     swept = {
         policy: space.sweep(policy, sweep_size, rng.randrange(1 << 31))
         for policy in space.trees
-        if not POLICIES[policy].is_template()
+        if not POLICIES[policy].template_sizes
     }
     configurations = []
     for policy, variant in pairs:
@@ -85,7 +85,7 @@ def next_best(
         for policy in space.trees
         for tree in (
             evaluator.template_trees(variant, space.values(policy))
-            if POLICIES[policy].is_template()
+            if POLICIES[policy].template_sizes
             else space.sweep(policy, 1 << SWEPT, rng.randrange(1 << 31))
         )
         if tree != winner.tree

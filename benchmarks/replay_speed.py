@@ -71,7 +71,7 @@ def ms_of(trace: Trace, policy: Policy, at: DensePrices) -> float:
 def drawn(trace: Trace, name: str, count: int, rng: random.Random) -> list[Policy]:
     """Policies spread over the space ``quick``; for ``static``, random ones of Sequoia's trees."""
     space, pricing = load_space("quick"), TreePricing(trace, prices())
-    if POLICIES[name].is_template():
+    if POLICIES[name].template_sizes:
         return list(rng.sample(sequoia_trees(rank_acceptance(trace), budgets=range(4, 65), depths=range(2, 11)), count))
     return [parse_policy(pricing.complete(tree)) for tree in space.sweep(name, count, rng.randrange(1 << 31))]
 

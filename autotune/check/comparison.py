@@ -157,7 +157,11 @@ class Comparison:
             ]
         )
         ledger = CHECKS / f"{key}.jsonl"
-        must_agree = not self.backend.rounding and base.profile.point.lossless and head.profile.point.lossless
+        must_agree = (
+            not self.backend.rounding
+            and base.profile.point.verification.is_lossless
+            and head.profile.point.verification.is_lossless
+        )
         rule = NotSlower(design, budget_s, self.backend.settings.seed, must_agree=must_agree, known=head.known)
         measured = self._race(checked, rule, ArmRunner(ledger), budget_s)
         analysis = rule.analysis

@@ -48,7 +48,7 @@ def run_check(settings: CheckSettings, console: Console, restore: Restore) -> Ch
         profile=str(settings.profile),
         hardware=backend.hardware,
         target=profile.target,
-        lossless=profile.point.lossless,
+        lossless=profile.point.verification.is_lossless,
         against=None if sides is None else sides[0].label,
         workloads=[
             workload.result.model_copy(update={"timing": timing})

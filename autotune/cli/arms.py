@@ -99,7 +99,7 @@ def answers(
             yield {
                 "prompt": prompt.settings.text,
                 "text": text,
-                "lossless": point.lossless,
+                "lossless": point.verification.is_lossless,
                 "perplexity": None,
                 "stats": decoded.model_dump(mode="json"),
                 "summary": f"{decoded.new_tokens} tokens in {decoded.decode_ms:.0f} ms ({rate:.0f} tokens/s, {counts})",

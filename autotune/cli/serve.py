@@ -58,7 +58,7 @@ def command(
 
     def announce(max_model_len: int | None = None) -> None:
         length = "" if max_model_len is None else f", prompts and answers of up to {max_model_len} tokens"
-        lossy = "" if document.point.lossless else "; LOSSY, by the profile"
+        lossy = "" if document.point.verification.is_lossless else "; LOSSY, by the profile"
         console.say(f"{address}/v1 answers for {name!r}{length}{lossy}")
         if as_json:
             options.print_json({"url": address, "model": name, "max_model_len": max_model_len})

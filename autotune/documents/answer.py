@@ -83,9 +83,9 @@ def _settings(point: OperatingPoint) -> str:
         return f"{speculation.label}{model}{', by its defaults' if speculation.is_default else ''}"
     assert point.draft is not None and point.tree is not None
     kind = "" if point.draft.kind == point.draft.id else f" ({point.draft.kind})"
-    shape = f"{'' if point.lossless else 'lossy '}{'chains' if point.tree.is_chain else f'{point.tree.policy} trees'}"
+    shape = f"{'' if point.verification.is_lossless else 'lossy '}{'chains' if point.tree.is_chain else f'{point.tree.policy} trees'}"
     subnet = point.draft.subnet.label and f", {point.draft.subnet.label}"
-    return f"{point.draft.id}{kind}, {shape} of up to {point.tree.max_nodes} tokens{subnet}"
+    return f"{point.draft.id}{kind}, {shape} of up to {point.tree.size.nodes} tokens{subnet}"
 
 
 def _over_default(evidence: Evidence) -> list[str]:

@@ -47,11 +47,6 @@ class Configuration(Document):
         return tree
 
     @property
-    def visual_keep(self) -> float:
-        """Share of the visual tokens that the draft reads."""
-        return self.subnet.visual_keep
-
-    @property
     def key(self) -> str:
         """Content hash, equal for equal configurations."""
         return content_key([parse_policy(self.tree).model_dump(), self.model_dump(mode="json", exclude={"tree"})])

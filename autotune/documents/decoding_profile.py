@@ -90,11 +90,6 @@ class OperatingPoint(Document):
         return self.model_copy(update={"draft": draft, "deployment": deployment})
 
     @property
-    def lossless(self) -> bool:
-        """Whether the output is the target's own."""
-        return self.verification.is_lossless
-
-    @property
     def label(self) -> str:
         """The decoding method in one line; ``off`` for plain decoding."""
         if self.deployment is not None:

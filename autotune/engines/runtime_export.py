@@ -37,7 +37,7 @@ def chain_of(profile: DecodingProfile, draft_tokens: int | None, program: str, c
     differences = {
         f"speed in {program} was not measured: autotune search --backend vllm measures vLLM's": True,
         f"the profile's point runs {draft.subnet.label}; {program} runs the full draft": draft.subnet != Subnet(),
-        f"the profile's point is lossy; {program} verifies losslessly": not profile.point.lossless,
+        f"the profile's point is lossy; {program} verifies losslessly": not profile.point.verification.is_lossless,
     }
     for note, is_so in differences.items():
         if is_so:

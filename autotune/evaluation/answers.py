@@ -45,13 +45,15 @@ def answer_prompts(
         has_rounds = stats.tokens_per_round and point.draft is not None
         per_round = f", {stats.tokens_per_round:.2f} tokens a round" if has_rounds else ""
         summary = f"{stats.new_tokens} tokens in {stats.decode_ms:.0f} ms ({speed:.0f} tokens/s{per_round})"
-        measured = None if point.lossless else quality(decoder.target, inputs, tokens.tolist()).perplexity
+        measured = (
+            None if point.verification.is_lossless else quality(decoder.target, inputs, tokens.tolist()).perplexity
+        )
         if measured is not None:
             summary += f"; LOSSY, perplexity {measured:.3f}"
         yield {
             "prompt": prompt.settings.text,
             "text": decoder.processor.decode(tokens, skip_special_tokens=True).strip(),
-            "lossless": point.lossless,
+            "lossless": point.verification.is_lossless,
             "perplexity": measured,
             "stats": stats.to_json(),
             "summary": summary,

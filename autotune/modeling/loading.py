@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -178,7 +178,8 @@ def load_model(
         if device != META:
             is_packed = is_quantized and not is_dense_once_loaded(usable_quantizer(config, name=name, device=device))
             packed_bytes = sum(path.stat().st_size for path in files) if is_packed else 0
-            empty = _without_weights(factory, config, options)
+            with torch.device(META):
+                empty = factory.from_config(config, dtype=options.get("dtype", config.dtype))
             if num_shards > 1:
                 options["distributed_config"] = shard_plan(empty, name, num_shards, is_whole=not (gguf or is_quantized))
             weights = packed_bytes or shard_bytes(empty, num_shards)
@@ -314,14 +315,6 @@ def _is_vlm(config: Any) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
     return config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-
-
-def _without_weights(factory: Any, config: Any, options: Mapping[str, Any]) -> Any:
-    """A model without content, in the data type of ``options`` or its config."""
-    import torch
-
-    with torch.device("meta"):
-        return factory.from_config(config, dtype=options.get("dtype", config.dtype))
 
 
 def load_tokenizer(name: str) -> Any | None:

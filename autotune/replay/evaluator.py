@@ -138,7 +138,7 @@ class Evaluator:
         if policy.max_step > largest:
             raise UserError(
                 f"the cost table prices steps of up to {largest} tokens; {configuration.label} verifies up to "
-                f"{policy.max_nodes + 1} and drafts up to {policy.max_width} at once; measure a larger grid, or narrow the space"
+                f"{policy.size.nodes + 1} and drafts up to {policy.size.width} at once; measure a larger grid, or narrow the space"
             )
         return trace, policy, prices
 
@@ -186,7 +186,7 @@ class Evaluator:
         prices = self._replay_arguments(configuration)[2]
         rounds, levels, nodes = (float(n.sum()) for n in (result.rounds, result.draft_forwards, result.verified_nodes))
         verify_ms = prices.verify_ms.mean(1)
-        largest = parse_policy(configuration.tree).max_nodes + 1
+        largest = parse_policy(configuration.tree).size.nodes + 1
         node_ms = max(0.0, float(verify_ms[largest] - verify_ms[1]) / (largest - 1))
         level_ms = float(result.draft_ms.sum()) / levels + prices.overhead.level_ms
         round_ms = (float(result.verify_ms.sum()) - node_ms * nodes) / rounds + prices.overhead.round_ms
@@ -209,6 +209,6 @@ class Evaluator:
         acceptance = rank_acceptance(self.traces[variant])
         trees = sequoia_trees(acceptance, budgets=values["budget"], depths=values["depth"])
         published = [parse_policy(one.tree) for one in PUBLISHED_DEFAULTS.values()]
-        templates = [one for one in published if one.is_template()]
-        fitting = [one for one in templates if one.max_nodes in values["budget"] and one.max_depth in values["depth"]]
+        templates = [one for one in published if one.template_sizes]
+        fitting = [one for one in templates if one.size.nodes in values["budget"] and one.size.depth in values["depth"]]
         return [tree.model_dump(mode="json") for tree in [*trees, *fitting]]

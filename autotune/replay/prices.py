@@ -43,7 +43,7 @@ class TreePricing:
         if "prices" in tree or not POLICIES[tree["policy"]].needs_prices:
             return tree
         policy = parse_policy(tree)
-        prices = tree_prices(self._trace, self._prices, width=policy.max_width, nodes=policy.max_nodes)
+        prices = tree_prices(self._trace, self._prices, width=policy.size.width, nodes=policy.size.nodes)
         return {**tree, "prices": prices.model_dump(), "calibration": self.calibration.model_dump()}
 
 

@@ -27,8 +27,6 @@ class ReplayedRound:
 
     position: int
     """Index of the root in the answer."""
-    context_tokens: int
-    """Tokens in the target's KV cache at the start of the round."""
     tree: Tree | None
     """The verified tree; None for a plain step."""
     path: Ints
@@ -57,8 +55,7 @@ def rounds(trace: Trace, prompt: int, policy: Policy, fallback: RoundPrice | Non
     while position < num_tokens - 1:
         if control.is_plain:
             control.count_plain_step()
-            context_tokens = int(trace.prompt_length[prompt]) + position
-            replayed = ReplayedRound(position, context_tokens, None, np.zeros(0, np.int64), (), 0)
+            replayed = ReplayedRound(position, None, np.zeros(0, np.int64), (), 0)
         else:
             replayed = _round(trace, prompt, position, grower)
             control.update(draft_forwards=len(replayed.widths), nodes=replayed.num_nodes, accepted=len(replayed.path))
@@ -71,16 +68,15 @@ def _round(trace: Trace, prompt: int, position: int, grower: TreeGrower) -> Repl
     begin, end = (int(n) for n in trace.answer_start[prompt : prompt + 2])
     answer, recorded = trace.forest.answer[begin:end], trace.packed
     policy, tree = grower.policy, grower.tree
-    context_tokens = int(trace.prompt_length[prompt]) + position
     retrieved = Retrieved(trace.forest.retrieved[begin + position], int(trace.forest.match_length[begin + position]))
-    grower.set_root(int(answer[position]), context_tokens, retrieved)
-    row = np.full(policy.max_grown + 1, recorded.unrecorded)  # row of the trace's proposals, by node
+    grower.set_root(int(answer[position]), int(trace.prompt_length[prompt]) + position, retrieved)
+    row = np.full(policy.size.grown + 1, recorded.unrecorded)  # row of the trace's proposals, by node
     row[ROOT] = recorded.root_row[begin + position]
     widths: list[int] = []
     num_missing = 0
     while len(grower.frontier) > 0:
         widths.append(len(grower.frontier))
-        proposals = recorded.proposals[row[grower.frontier]][:, : policy.num_proposals]
+        proposals = recorded.proposals[row[grower.frontier]][:, : policy.size.proposals]
         if not policy.keeps_empty_nodes:
             is_proposed = tree.path_logprob[grower.frontier] > -np.inf
             num_missing += int((is_proposed & (row[grower.frontier] == recorded.unrecorded)).sum())
@@ -98,7 +94,7 @@ def _round(trace: Trace, prompt: int, position: int, grower: TreeGrower) -> Repl
         path.append(node)
     copy = Tree._make(array.copy() for array in tree)
     grower.update(len(path), int(answer[position + 1]))
-    return ReplayedRound(position, context_tokens, copy, np.array(path, np.int64), tuple(widths), num_missing)
+    return ReplayedRound(position, copy, np.array(path, np.int64), tuple(widths), num_missing)
 
 
 def count_acceptance(decoded: Iterable[ReplayedRound]) -> AcceptanceCounts:

@@ -111,8 +111,8 @@ def replay(
         trace.draft_kv_length(prices.crossing_share),
         *prices.of_steps,
         bool(trace.header.aux_layers),  # such a draft reads accepted nodes again, with the target's features
-        new_tree(policy.max_grown),
-        new_workspace(policy.max_grown),
+        new_tree(policy.size.grown),
+        new_workspace(policy.size.grown),
         np.zeros(policies.STATE_SIZE),
         np.zeros(fallbacks.STATE_SIZE),
         counts,
@@ -145,10 +145,10 @@ def replay(
 def check_reach(trace: Trace, policy: Policy) -> None:
     """Refuse a policy that looks at more children, or grows deeper trees, than the trace holds."""
     bounds = trace.header.bounds
-    if policy.num_proposals > bounds.num_proposals or policy.max_depth > bounds.depth:
+    if policy.size.proposals > bounds.num_proposals or policy.size.depth > bounds.depth:
         raise UserError(
             f"this trace holds {bounds.num_proposals} children per node to depth {bounds.depth}; {policy.policy} asks for "
-            f"{policy.num_proposals} to depth {policy.max_depth}; record a larger one, or narrow the space"
+            f"{policy.size.proposals} to depth {policy.size.depth}; record a larger one, or narrow the space"
         )
 
 

@@ -34,7 +34,7 @@ def decoding_table(profile: DecodingProfile) -> Table:
     facts = {
         "backend": profile.backend,
         "output": "lossless: it equals the target's own, token for token"
-        if point.lossless
+        if point.verification.is_lossless
         else f"LOSSY, not the target's own: {point.verification.kind} verification",
     }
     if (deployment := point.deployment) is not None:
@@ -102,7 +102,11 @@ def cumulative_ablation(sources: Sources) -> dict[str, ScreenedSubnet]:
         subnets = [other.subnet for other in sources.screened if other.draft == s.draft]
         published = PUBLISHED_DEFAULTS.get(kinds.get(s.draft, ""))
         keeps = {subnet.visual_keep for subnet in subnets}
-        keep = published.visual_keep if published is not None and published.visual_keep in keeps else max(keeps)
+        keep = (
+            published.subnet.visual_keep
+            if published is not None and published.subnet.visual_keep in keeps
+            else max(keeps)
+        )
         heads = max(subnet.head_shares for subnet in subnets)
         layer = max(subnet.injection_layer or 0 for subnet in subnets)
         choices = s.subnet.visual_keep == keep, s.subnet.head_shares == heads, (s.subnet.injection_layer or 0) == layer

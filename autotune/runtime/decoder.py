@@ -133,7 +133,7 @@ class Decoder:
     def _largest_tree(self) -> int:
         """KV slots of the largest tree."""
         policy = self.point.policy
-        return max(policy.max_nodes, policy.max_evaluated) + 1 + max(self.capture_sizes, default=0)
+        return max(policy.size.nodes, policy.max_evaluated) + 1 + max(self.capture_sizes, default=0)
 
     @property
     def target_model(self) -> Any:
@@ -298,7 +298,7 @@ class Decoder:
         )
         try:
             yield session.prefill()
-            while not session.is_finished:
+            while not session.request.is_finished:
                 yield session.advance()
         finally:
             session.close()

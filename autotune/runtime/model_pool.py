@@ -142,10 +142,6 @@ class ModelPool:
         """Bytes of the weights of all drafts."""
         return sum(draft.weight_bytes for draft in self.drafts.values())
 
-    @property
-    def precision(self) -> str:
-        return self.target.text.precision
-
     def draft(self, draft: str, subnet: Subnet | None = None) -> LoadedDraft:
         """A draft with the heads, injection layer, vocabulary, weights and operator of a subnet; its visual tokens are
         selected per prompt.
@@ -185,7 +181,7 @@ class ModelPool:
         ``answer_keys``.
         """
         models = [model.sha256 or model.id for model in (self.target_reference, *self.references.values())]
-        documents: list[object] = [*models, self.precision, self.device.key, SOFTWARE]
+        documents: list[object] = [*models, self.target.text.precision, self.device.key, SOFTWARE]
         documents += [list(self.capture_sizes)] if self.capture_sizes else []
         documents += [self.mode, STEPS_VERSION] if self.mode != EAGER else []
         documents += quantization_versions(self.target.text.quantization)

@@ -112,18 +112,18 @@ def _jobs(target: Target, point: LoadedPoint, capture_sizes: Sequence[int], samp
             yield partial(_target_step, target, layers, 1)
     if draft is None:
         return
-    for size in _sizes(policy.max_nodes + 1, capture_sizes):
+    for size in _sizes(policy.size.nodes + 1, capture_sizes):
         yield partial(_target_step, target, draft_layers, size)
     if (cached := as_cached(draft)) is None:
         return
-    levels = _sizes(min(policy.max_width, MAX_LEVEL_STEP), capture_sizes)
+    levels = _sizes(min(policy.size.width, MAX_LEVEL_STEP), capture_sizes)
     draws: list[Draw | None] = [None] if False in sampled or not point.is_coupled else []
     if True in sampled and point.is_coupled:
         draws.append(Draw(target.noise, 0, temperature=1.0, top_k=target.vocab_size, top_p=1.0))
     for num_pruned, draw in itertools.product(cached.numbers_pruned(point.visual_keep), draws):
         pending = sorted({cached.pending_size(count) for count in range(1, PENDING_PIECE + 1)})
         for size, is_pending in (*((size, True) for size in pending), *((size, False) for size in levels)):
-            yield partial(_draft_step, cached, size, policy.num_proposals, draw, num_pruned, is_pending)
+            yield partial(_draft_step, cached, size, policy.size.proposals, draw, num_pruned, is_pending)
 
 
 def _sizes(largest: int, capture_sizes: Sequence[int]) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -20,16 +19,6 @@ from autotune.runtime.token_sampler import TokenSampler, candidate_logprobs, not
 from autotune.trees.policy import NOTHING
 from autotune.trees.tree import MAX_STEP, ROOT, Ints, Retrieved, Tree, write_tree_mask
 from autotune.trees.verification import WetapVerification, accept_by_ratio, accept_path, find_child
-
-
-class RoundResult(NamedTuple):
-    """The outcome of a round; its tree is in the point's grower."""
-
-    path: Ints
-    """The accepted nodes."""
-    next_token: int
-    """The target's own token after them."""
-    draft_forwards: int
 
 
 class Round:
@@ -49,14 +38,19 @@ class Round:
         self._path = np.zeros(MAX_STEP, np.int64)
         self._tree_mask = np.zeros((MAX_STEP, MAX_STEP), np.float32)
 
-    def run(self, request: Request, point: LoadedPoint, retrieved: Retrieved = NOTHING) -> RoundResult:
-        """Draft, verify, accept, commit. ``retrieved`` follows the longest match, for trees with retrieval."""
+    def run(self, request: Request, point: LoadedPoint, retrieved: Retrieved = NOTHING) -> tuple[Ints, int, int]:
+        """Draft, verify, accept, commit. ``retrieved`` follows the longest match, for trees with retrieval.
+
+        Returns:
+            The accepted nodes of the tree, which is in the point's grower; the target's own token after them; and the
+            number of draft levels.
+        """
         assert point.draft is not None
         num_levels = self._grow_tree(request, point.draft, point, retrieved)
         path, next_token = self.verify(request, point)
         self.keep(request, [ROOT, *path.tolist()])
         point.draft.commit(point.grower.tree, path, next_token)
-        return RoundResult(path, next_token, num_levels)
+        return path, next_token, num_levels
 
     def plain_step(self, request: Request) -> int:
         """One autoregressive step through the same model, cache and sampler as rounds."""
@@ -78,7 +72,7 @@ class Round:
             if sampler is not None:
                 depth = grower.tree.depth[grower.frontier[:1]] + 1  # of the children
                 coupling = sampler.coupling(self.target.length + depth)
-            tokens, logprobs = draft.propose(grower.tree, grower.frontier, grower.policy.num_proposals, coupling)
+            tokens, logprobs = draft.propose(grower.tree, grower.frontier, grower.policy.size.proposals, coupling)
             request.stats.draft_ms += host_ms() - started
             grower.grow(tokens, logprobs)
             num_levels += 1
@@ -90,7 +84,7 @@ class Round:
         sampler = point.coupling_sampler(request.sampler)
         if sampler is not None and self.target.graph_runner is not None:
             first = self.target.length + 1
-            sampler.draw_ahead(self.target.noise, first, first + num_accepted + point.policy.max_depth)
+            sampler.draw_ahead(self.target.noise, first, first + num_accepted + point.policy.size.depth)
 
     def verify(self, request: Request, point: LoadedPoint) -> tuple[Ints, int]:
         """Run the target over root and tree in one forward pass; returns the accepted nodes and the target's token

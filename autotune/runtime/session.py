@@ -20,7 +20,7 @@ from autotune.trees.policy import NOTHING
 
 
 class Session:
-    """Decodes one request: ``prefill``, then ``advance`` until ``is_finished``, then ``close``.
+    """Decodes one request: ``prefill``, then ``advance`` until the request is finished, then ``close``.
 
     The target and the draft are configured for the request by ``prefill`` and restored by ``close``.
 
@@ -53,10 +53,6 @@ class Session:
         self._retrieval: RetrievalDraft | None = None  # of trees that use it
         self._retrieved = NOTHING  # what it finds after the last emitted token
         self._cleanup = ExitStack()
-
-    @property
-    def is_finished(self) -> bool:
-        return self.request.is_finished
 
     def prefill(self) -> list[int]:
         """Open the session and prefill the target; returns the first new token."""

@@ -56,7 +56,7 @@ def table_for_gpu(
     drafts = [(pool.references[d], subnet, pool.draft(d, subnet).shape) for d, subnet in variants]
     mode = check_mode(mode, pool.target.device, has_states=True) if pool.has_states else mode
     mode = CUDA_GRAPH if mode == AUTO else mode
-    sizes, precision = capture_sizes_for(mode, pool.capture_sizes), pool.precision
+    sizes, precision = capture_sizes_for(mode, pool.capture_sizes), pool.target.text.precision
     for path, table in shipped.items():
         reason = table.why_not_of(gpu, target, shape, drafts, precision=precision, mode=mode, capture_sizes=sizes)
         if reason is None:

@@ -132,7 +132,7 @@ class _TreeStage:
         of_tasks = [np.flatnonzero(tasks == task) for task in dict.fromkeys(evaluator.tasks)]
         first = [prompts[: max(2, len(prompts) // thresholds.FIRST_REPLAYED)] for prompts in of_tasks]
         self.first_prompts = np.sort(np.concatenate(first))
-        policies = [policy for policy in space.trees if not POLICIES[policy].is_template()]
+        policies = [policy for policy in space.trees if not POLICIES[policy].template_sizes]
         self.sampled_policies = [policy for policy in policies if space.enumerated(policy) is None]
         self.optuna_study = f"trees-{self.key}"
         self.best: Candidate | None = None
@@ -151,7 +151,7 @@ class _TreeStage:
         return units
 
     def _sweep(self, part: int, policy: str, variant: DraftVariant) -> Record:
-        if POLICIES[policy].is_template():
+        if POLICIES[policy].template_sizes:
             trees = self.evaluator.template_trees(variant, self.space.values(policy))
         else:
             sweep = partial(

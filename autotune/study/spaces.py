@@ -41,7 +41,7 @@ def load_space(name: str, changes: Sequence[str] = ()) -> SearchSpace:
     for policy, dimensions in space.trees.items():
         if policy not in POLICIES:
             raise UserError(f"{path}: unknown tree policy {policy!r}; {nearest(policy, POLICIES)}")
-        if POLICIES[policy].is_template():
+        if POLICIES[policy].template_sizes:
             _check_template(policy, POLICIES[policy].template_sizes, dimensions, path)
             continue
         for name, dimension in dimensions.items():
@@ -78,6 +78,6 @@ def bounds_of(space: SearchSpace, max_tokens: int = TOKENS[-1]) -> ForestBounds:
         if policy.max_step > max_tokens:
             raise UserError(
                 f"space {space.name}: steps are priced up to {max_tokens} tokens; {policy.policy} verifies up to "
-                f"{policy.max_nodes + 1} and drafts up to {policy.max_width} at once; narrow the space"
+                f"{policy.size.nodes + 1} and drafts up to {policy.size.width} at once; narrow the space"
             )
     return bounds_for(policies)

@@ -124,11 +124,6 @@ class TreePolicy(Document):
         return str(cls.model_fields["policy"].default)
 
     @classmethod
-    def is_template(cls) -> bool:
-        """Whether a search computes the trees, in place of choosing hyperparameters."""
-        return bool(cls.template_sizes)
-
-    @classmethod
     def largest(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Hyperparameters of the largest tree of a search whose dimensions end at these values."""
         return dict(values)
@@ -153,44 +148,24 @@ class TreePolicy(Document):
     @property
     def is_chain(self) -> bool:
         """Whether no node of its trees has two children."""
-        return self.num_proposals == 1 and not self.uses_retrieval
-
-    @property
-    def max_depth(self) -> int:
-        return self.size.depth
-
-    @property
-    def max_nodes(self) -> int:
-        return self.size.nodes
-
-    @property
-    def max_grown(self) -> int:
-        return self.size.grown
-
-    @property
-    def max_width(self) -> int:
-        return self.size.width
+        return self.size.proposals == 1 and not self.uses_retrieval
 
     @property
     def max_evaluated(self) -> int:
         """Nodes that the draft evaluates in a round, the root not counted."""
-        return min(self.max_grown, (self.max_depth - 1) * self.max_width)
+        return min(self.size.grown, (self.size.depth - 1) * self.size.width)
 
     @property
     def max_step(self) -> int:
         """Tokens of the largest forward pass of a round: a verified tree with its root, or a draft level."""
-        return max(self.max_nodes + 1, min(self.max_width, MAX_LEVEL_STEP))
-
-    @property
-    def num_proposals(self) -> int:
-        return self.size.proposals
+        return max(self.size.nodes + 1, min(self.size.width, MAX_LEVEL_STEP))
 
     @property
     def forest_bounds(self) -> ForestBounds:
         """Bounds of a trace in which replay of this policy misses next to nothing. By default nothing is expanded but
         what every trace holds.
         """
-        return ForestBounds(depth=self.max_depth, num_proposals=self.num_proposals, floor=0.99, width=1)
+        return ForestBounds(depth=self.size.depth, num_proposals=self.size.proposals, floor=0.99, width=1)
 
     @property
     def hyperparameters(self) -> dict[str, Any]:

@@ -137,15 +137,15 @@ class TreeGrower:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.tree = new_tree(policy.max_grown)
+        self.tree = new_tree(policy.size.grown)
         self.frontier: Ints = np.zeros(0, np.int64)
         """Nodes whose children ``grow`` takes next."""
         self._kind = kind_number(policy)
         self._params = policy.encode()
         self._state = np.zeros(STATE_SIZE)
-        self._work = new_workspace(policy.max_grown)
+        self._work = new_workspace(policy.size.grown)
         self._retrieved = NOTHING.tokens
-        self._proposals = np.zeros((policy.max_width, policy.num_proposals), CHILD)
+        self._proposals = np.zeros((policy.size.width, policy.size.proposals), CHILD)
         self._proposals["row"] = -1
         self.reset()
 

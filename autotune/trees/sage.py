@@ -106,8 +106,8 @@ class SagePolicy(TreePolicy):
     @property
     def forest_bounds(self) -> ForestBounds:
         """Nodes above the threshold of section 3.2 in the deepest tree."""
-        floor = max(self.threshold, 0.01) / self.max_depth
-        return ForestBounds(depth=self.max_depth, num_proposals=self.num_proposals, floor=floor)
+        floor = max(self.threshold, 0.01) / self.size.depth
+        return ForestBounds(depth=self.size.depth, num_proposals=self.size.proposals, floor=floor)
 
     def encode(self) -> Floats:
         words = {

@@ -50,11 +50,6 @@ class StaticPolicy(TreePolicy):
         return {"paths": chain + [(rank,) for rank in range(1, min(10, 1 + values["budget"] - len(chain)))]}
 
     @property
-    def ordered_paths(self) -> list[tuple[int, ...]]:
-        """The paths level by level, each level in the order of parents, then of ranks."""
-        return sorted(self.paths, key=lambda path: (len(path), path))
-
-    @property
     def keeps_empty_nodes(self) -> bool:
         return True
 
@@ -71,16 +66,18 @@ class StaticPolicy(TreePolicy):
 
     @property
     def forest_bounds(self) -> ForestBounds:
-        return ForestBounds(depth=self.max_depth, num_proposals=self.num_proposals)
+        return ForestBounds(depth=self.size.depth, num_proposals=self.size.proposals)
 
     @property
     def changed(self) -> dict[str, Any]:
         """The size of the tree, in place of its many paths."""
-        return {"nodes": self.max_nodes, "depth": self.max_depth}
+        return {"nodes": self.size.nodes, "depth": self.size.depth}
 
     def encode(self) -> Floats:
-        """Depth, parent, rank and whether it has children, of every node."""
-        paths = self.ordered_paths
+        """Depth, parent, rank and whether it has children, of every node: level by level, each level in the order of
+        parents, then of ranks.
+        """
+        paths = sorted(self.paths, key=lambda path: (len(path), path))
         node = {(): 0} | {path: index for index, path in enumerate(paths, start=1)}
         parents = {path[:-1] for path in paths}
         rows = [(len(path), node[path[:-1]], path[-1], path in parents) for path in paths]

@@ -58,10 +58,10 @@ def test_full_holds_every_published_default() -> None:
     for name, default in PUBLISHED_DEFAULTS.items():
         policy = parse_policy(default.tree)
         dimensions = full.trees[policy.policy]
-        values = {field: getattr(policy, field) for field in dimensions if not policy.is_template()}
-        assert policy.is_template() or parse_policy({"policy": policy.policy, **values}) == policy, name
-        if policy.is_template():
-            values = {"budget": policy.max_nodes, "depth": policy.max_depth}
+        values = {field: getattr(policy, field) for field in dimensions if not policy.template_sizes}
+        assert policy.template_sizes or parse_policy({"policy": policy.policy, **values}) == policy, name
+        if policy.template_sizes:
+            values = {"budget": policy.size.nodes, "depth": policy.size.depth}
         assert all(holds(dimensions[field], value) for field, value in values.items()), (name, values)
         for whole in (Subnet(), Subnet(injection_layer=5)):  # of another draft, and of a supernet
             readable = () if whole.injection_layer is None else (4, 5)

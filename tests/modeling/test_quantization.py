@@ -272,7 +272,7 @@ def test_a_quantized_target_is_neither_exact_nor_batched(quantized: dict[str, Pa
 def test_documents_of_a_quantized_target_have_keys_of_their_own(quantized: dict[str, Path], pair: Pair) -> None:
     pools = [ModelPool(str(folder), ["retrieval"], "cpu") for folder in (pair.target_folder, *quantized.values())]
     assert len({pool.key for pool in pools}) == 1 + len(KINDS)
-    assert [pool.precision for pool in pools] == [
+    assert [pool.target.text.precision for pool in pools] == [
         "float32",
         "float32, torchao Int8WeightOnly",
         "float32, torchao IntxWeightOnly int4",

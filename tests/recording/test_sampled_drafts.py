@@ -74,7 +74,7 @@ def test_replay_counts_the_rounds_of_every_draft(
     decoder = Decoder(target, draft)
     num_accepted, num_replayed, num_missing = 0, 0, 0
     for configuration in random_configurations(50, seed=DRAFTS.index(kind)):
-        keep = configuration.visual_keep if configuration.visual_keep in keeps else 1.0
+        keep = configuration.subnet.visual_keep if configuration.subnet.visual_keep in keeps else 1.0
         subnet = configuration.subnet.model_copy(update={"visual_keep": keep})
         configuration = configuration.model_copy(update={"subnet": subnet})
         assert_rounds_are_the_decoders(traces[keep], configuration, decoder, workload_at_07, processor)

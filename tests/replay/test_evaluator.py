@@ -105,6 +105,6 @@ def test_published_defaults_are_replayed_where_the_traces_reach() -> None:
     for default in PUBLISHED_DEFAULTS.values():
         policy = parse_policy(default.tree)
         bounds = next(iter(found.traces.values())).header.bounds
-        fits = policy.num_proposals <= bounds.num_proposals and policy.max_depth <= bounds.depth
-        assert (default in reached) == (fits and default.visual_keep in KEEPS)
-        assert policy.num_proposals <= ForestBounds().num_proposals and policy.max_depth <= ForestBounds().depth
+        fits = policy.size.proposals <= bounds.num_proposals and policy.size.depth <= bounds.depth
+        assert (default in reached) == (fits and default.subnet.visual_keep in KEEPS)
+        assert policy.size.proposals <= ForestBounds().num_proposals and policy.size.depth <= ForestBounds().depth

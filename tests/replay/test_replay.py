@@ -111,7 +111,11 @@ def assert_rounds_are_the_decoders(
     """
     fallback = configuration.fallback
     decoder = Decoder(
-        decoder.target, decoder.draft, tree=configuration.tree, visual_keep=configuration.visual_keep, fallback=fallback
+        decoder.target,
+        decoder.draft,
+        tree=configuration.tree,
+        visual_keep=configuration.subnet.visual_keep,
+        fallback=fallback,
     )
     policy = parse_policy(configuration.tree)
     replayed = replay(trace, policy, free_prices(), fallback)
@@ -132,7 +136,7 @@ def test_replay_counts_the_rounds_of_the_decoder(
 ) -> None:
     num_plain_steps, num_missing = 0, 0
     for configuration in random_configurations(of_each=2):
-        trace = traces[configuration.visual_keep]
+        trace = traces[configuration.subnet.visual_keep]
         replayed = assert_rounds_are_the_decoders(trace, configuration, decoder, workload, processor)
         num_plain_steps += replayed.plain_steps.sum()
         num_missing += (replayed.missing > 0).sum() * (configuration.tree["policy"] in BEAMS)
@@ -202,7 +206,7 @@ def test_replay_counts_the_rounds_of_sampled_requests(
     configurations = random_configurations(of_each, seed=1)
     num_missing, num_different = 0, 0
     for configuration in configurations:
-        trace = traces[configuration.visual_keep]
+        trace = traces[configuration.subnet.visual_keep]
         replayed = assert_rounds_are_the_decoders(trace, configuration, decoder, sampled_workload, processor)
         num_missing += (replayed.missing > 0).sum() * (configuration.tree["policy"] in BEAMS)
         if configuration.tree["policy"] == "chain":
@@ -210,7 +214,7 @@ def test_replay_counts_the_rounds_of_sampled_requests(
                 decoder.target,
                 decoder.draft,
                 tree=configuration.tree,
-                visual_keep=configuration.visual_keep,
+                visual_keep=configuration.subnet.visual_keep,
                 coupled=False,
             )
             lengths = [decode(decoder, prompt, processor).accepted_lengths for prompt in sampled_workload.prompts]

@@ -83,11 +83,11 @@ def test_small_trees_reach_the_plan() -> None:
         for most_nodes, most_levels in itertools.product(range(1, LARGEST + 1), range(1, LARGEST + 1)):
             trees = sequoia_trees(acceptance, budgets=[most_nodes], depths=[most_levels])
             assert len(trees) == 1, f"no tree for {acceptance}"
-            assert trees[0].max_nodes <= most_nodes and trees[0].max_depth <= most_levels
+            assert trees[0].size.nodes <= most_nodes and trees[0].size.depth <= most_levels
             best = tokens[(size <= most_nodes) & (depth <= most_levels)].max()
             assert tokens_of(trees[0], acceptance) == pytest.approx(best, abs=1e-12)
             is_best = (tokens > best - 1e-12) & (depth <= most_levels)
-            assert trees[0].max_nodes == size[is_best].min(), "no node is superfluous"
+            assert trees[0].size.nodes == size[is_best].min(), "no node is superfluous"
 
 
 def test_large_trees_reach_the_plan() -> None:
@@ -95,7 +95,7 @@ def test_large_trees_reach_the_plan() -> None:
     expected, _ = solve(acceptance, 128, 24)
     for budget, depth in itertools.product((1, 5, 17, 64, 128), (1, 3, 8, 24)):
         tree = best_tree(acceptance, budget, depth)
-        assert tree.max_nodes <= budget and tree.max_depth <= depth
+        assert tree.size.nodes <= budget and tree.size.depth <= depth
         assert tokens_of(tree, acceptance) == pytest.approx(expected[depth, budget + 1])
 
 

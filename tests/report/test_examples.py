@@ -43,7 +43,7 @@ def test_drawn_round_accepts_most_branches(found: list[ReplayedRound]) -> None:
         return int((one.tree.rank[one.path] > 0).sum())
 
     assert branched(drawn) == max(map(branched, found)) > 0
-    plain = ReplayedRound(0, 0, None, np.zeros(0, np.int64), widths=(), num_missing=0)
+    plain = ReplayedRound(0, None, np.zeros(0, np.int64), widths=(), num_missing=0)
     assert round_to_draw([plain, *found]) == round_to_draw(found) + 1 and round_to_draw([plain]) == 0
 
 

@@ -95,10 +95,10 @@ def test_static_trees_come_from_the_dynamic_programme(tmp_path: Path) -> None:
     found = evaluator()
     of_static = {"static": {"budget": {"low": 1, "high": 6}, "depth": {"low": 1, "high": 3}}}
     candidates = search(found, of_static, tmp_path / "l", num_trials=1)
-    assert len(candidates) > 6 and {c.configuration.visual_keep for c in candidates} == {*KEEPS}
+    assert len(candidates) > 6 and {c.configuration.subnet.visual_keep for c in candidates} == {*KEEPS}
     for candidate in candidates:
         policy = parse_policy(candidate.configuration.tree)
-        assert policy.policy == "static" and policy.max_nodes <= 6 and policy.max_depth <= 3
+        assert policy.policy == "static" and policy.size.nodes <= 6 and policy.size.depth <= 3
 
 
 @pytest.mark.parametrize(("budget", "is_held"), [(25, True), (24, False)])
@@ -106,7 +106,7 @@ def test_static_trees_have_the_published_one_of_their_sizes(budget: int, is_held
     """EAGLE-1's tree has 25 nodes on 5 levels: 4, 8, 8, 3 and 2."""
     found = evaluator()
     published = parse_policy(PUBLISHED_DEFAULTS["sd-tree"].tree)
-    assert (published.max_nodes, published.max_depth) == (25, 5)
+    assert (published.size.nodes, published.size.depth) == (25, 5)
     assert isinstance(published, StaticPolicy) and Counter(map(len, published.paths)) == {1: 4, 2: 8, 3: 8, 4: 3, 5: 2}
     trees = found.template_trees(next(iter(found.traces)), {"budget": [6, budget], "depth": [5]})
     assert (published.model_dump(mode="json") in trees) == is_held and len(trees) > 1
@@ -133,7 +133,7 @@ def test_small_space_is_searched_exhaustively(tmp_path: Path) -> None:
     )
     assert len(candidates) == len(by_force) == result.num_replayed == 24
     assert [c.ms_per_token for c in candidates] == pytest.approx([ms for ms, _, _ in by_force])
-    assert (candidates[0].configuration.visual_keep, str(candidates[0].configuration.tree)) == by_force[0][1:]
+    assert (candidates[0].configuration.subnet.visual_keep, str(candidates[0].configuration.tree)) == by_force[0][1:]
 
 
 def test_search_is_deterministic(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_finalists_are_distinct(tmp_path: Path) -> None:
     uncertain = Evaluator(evaluator().traces.values(), observed_table(error=0.5))
     candidates = search(uncertain, LARGE, tmp_path / "l")
     finalists = choose_finalists(candidates, uncertain, 9)
-    kinds = [(c.configuration.tree["policy"], c.configuration.visual_keep) for c in finalists]
+    kinds = [(c.configuration.tree["policy"], c.configuration.subnet.visual_keep) for c in finalists]
     assert len(set(kinds)) == len(kinds) > 1 and set(kinds) <= {(policy, keep) for policy in LARGE for keep in KEEPS}
     ms = time_draws(uncertain, [c.configuration for c in finalists])
     assert all((row <= ms[0]).mean() >= 1 - CONFIDENCE for row in ms)

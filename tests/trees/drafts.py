@@ -42,7 +42,7 @@ class TreeSession:
         while len(self.grower.frontier):
             frontier = [path_of(self.tree, int(node)) for node in self.grower.frontier]
             self.expanded.append(frontier)
-            k = self.policy.num_proposals
+            k = self.policy.size.proposals
             logprobs = np.stack([logprobs_of(draft, path, k) for path in frontier])
             self.grower.grow(np.tile(np.arange(k, dtype=np.int32), (len(frontier), 1)), logprobs)
         self.grown = self.paths

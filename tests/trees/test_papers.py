@@ -47,8 +47,8 @@ def grow_after_another(session: TreeSession, draft: Draft, logprob: Mapping[Rank
     session.grow(same_everywhere(0.4, 0.3, 0.3))
     paths, policy = session.grow(draft), session.policy
     assert_is_tree(session.tree)
-    assert len(paths) <= policy.max_nodes and len(session.grown) <= policy.max_grown
-    assert max(map(len, paths), default=0) <= policy.max_depth
+    assert len(paths) <= policy.size.nodes and len(session.grown) <= policy.size.grown
+    assert max(map(len, paths), default=0) <= policy.size.depth
     assert session.tree.path_logprob[1 : 1 + len(paths)].tolist() == [logprob[path] for path in paths]
     assert session.tree.rank[1 : 1 + len(paths)].tolist() == [path[-1] for path in paths]
     return paths

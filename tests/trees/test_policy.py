@@ -50,10 +50,10 @@ def test_a_policy_states_its_facts() -> None:
     for number, kind in enumerate(KINDS):
         assert kind_number(kind()) == number and callable(vars(sys.modules[kind.__module__])["grow"])
         assert set(kind.as_chain or {}) <= set(kind.model_fields)
-        assert kind.is_template() or kind.largest(kind().hyperparameters) == kind().hyperparameters
+        assert kind.template_sizes or kind.largest(kind().hyperparameters) == kind().hyperparameters
         assert kind.source
         assert {name for pair in kind.ordered for name in pair} <= set(kind().hyperparameters)
-        assert kind().forest_bounds.depth == kind().max_depth
+        assert kind().forest_bounds.depth == kind().size.depth
 
 
 def test_no_module_outside_trees_asks_for_a_policy_by_name() -> None:
@@ -119,17 +119,17 @@ def test_the_largest_tree_fits_the_arrays(name: str) -> None:
     """
     session = TreeSession(name, **LARGEST[name])
     policy = session.policy
-    assert policy.max_nodes < MAX_STEP and policy.max_step <= MAX_STEP and policy.max_depth < MAX_LEVELS
+    assert policy.size.nodes < MAX_STEP and policy.max_step <= MAX_STEP and policy.size.depth < MAX_LEVELS
     for shape, draft in drafts_of_many_shapes().items():
         paths = session.grow(draft)
-        assert len(session.grown) <= policy.max_grown, shape
-        assert len(paths) <= policy.max_nodes, shape
-        assert max(map(len, session.expanded)) <= policy.max_width, shape
-        assert len(session.expanded) <= policy.max_depth, shape
-        assert max(map(len, session.grown), default=0) <= policy.max_depth, shape
+        assert len(session.grown) <= policy.size.grown, shape
+        assert len(paths) <= policy.size.nodes, shape
+        assert max(map(len, session.expanded)) <= policy.size.width, shape
+        assert len(session.expanded) <= policy.size.depth, shape
+        assert max(map(len, session.grown), default=0) <= policy.size.depth, shape
         assert_is_tree(session.tree)
         if shape == "equal":
-            assert len(paths) == policy.max_nodes
+            assert len(paths) == policy.size.nodes
         session.update(*[24] * 50)
 
 
@@ -138,15 +138,15 @@ def test_nothing_is_written_beyond_the_largest_tree(name: str) -> None:
     """Entries beyond the policy's limits stay unchanged."""
     session = TreeSession(name, **LARGEST[name])
     policy, grower = session.policy, session.grower
-    roomy = new_tree(policy.max_grown + 7), new_workspace(policy.max_grown + 7)
-    tight = new_workspace(policy.max_grown)
+    roomy = new_tree(policy.size.grown + 7), new_workspace(policy.size.grown + 7)
+    tight = new_workspace(policy.size.grown)
     for arrays in roomy:
         for array in arrays:
             array[-7:] = 77
     grower.tree, grower._work = roomy
     for draft in drafts_of_many_shapes().values():
         session.grow(draft)
-    assert all((array[policy.max_grown + 1 :] == 77).all() for array in roomy[0][:-1])
+    assert all((array[policy.size.grown + 1 :] == 77).all() for array in roomy[0][:-1])
     assert all((array[len(tight.mark) :] == 77).all() for array in roomy[1])
 
 
@@ -172,7 +172,7 @@ def test_kv_slots_survive_pruning(name: str) -> None:
         paths = session.paths
         for node in grower.frontier[grower.frontier > ROOT]:
             slots[paths[node - 1]] = grower.tree.kv_slot[node] = len(slots)
-        shape = (len(grower.frontier), session.policy.num_proposals)
+        shape = (len(grower.frontier), session.policy.size.proposals)
         logprobs = np.linspace(-0.7, -2.5, shape[1], dtype=np.float32)
         grower.grow(np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1)), np.tile(logprobs, (shape[0], 1)))
     grown = len(session.paths)
@@ -189,8 +189,8 @@ def test_replay_and_the_runtime_grow_the_same_tree(name: str) -> None:
     policy = parse_policy({"policy": name, **four_children.get(name, {})})
     packed = pack_trace(random_trace(3, num_prompts=2))
     proposals = packed.proposals
-    tree = new_tree(policy.max_grown)
-    work = new_workspace(policy.max_grown)
+    tree = new_tree(policy.size.grown)
+    work = new_workspace(policy.size.grown)
     state, params, grower = np.zeros(STATE_SIZE), policy.encode(), TreeGrower(policy)
     policies.reset(kind_number(policy), params, state)
     grower.reset()
@@ -204,7 +204,7 @@ def test_replay_and_the_runtime_grow_the_same_tree(name: str) -> None:
             frontier = grower.frontier
             rows = np.array([tree.row[node] for node in frontier])
             count = policies.grow(kind_number(policy), params, state, tree, work, count, proposals)
-            grower.grow(*(proposals[part][rows, : policy.num_proposals] for part in ("token", "logprob")))
+            grower.grow(*(proposals[part][rows, : policy.size.proposals] for part in ("token", "logprob")))
         policies.prune(kind_number(policy), params, state, tree, work)
         grower.prune()
         for replayed, live in zip(fields(tree), fields(grower.tree), strict=True):
@@ -248,7 +248,7 @@ DEFAULTS: list[tuple[dict[str, Any], tuple[int, int, int, int, int]]] = [
 def test_defaults_are_those_of_the_publications(settings: dict[str, Any], limits: tuple[int, ...]) -> None:
     policy = parse_policy({"policy": settings["policy"]})
     assert policy.model_dump() == settings
-    size = policy.max_nodes, policy.max_grown, policy.max_depth, policy.max_width, policy.num_proposals
+    size = policy.size.nodes, policy.size.grown, policy.size.depth, policy.size.width, policy.size.proposals
     assert size == limits
 
 

@@ -77,11 +77,11 @@ def grown(grower: TreeGrower, draft: HashedDraft) -> tuple[list[Path], set[Path]
     paths: list[Path] = [()]
     read: set[Path] = set()
     grower.set_root(0)
-    tokens = np.tile(np.arange(grower.policy.num_proposals, dtype=np.int32), (len(grower.tree.token), 1))
+    tokens = np.tile(np.arange(grower.policy.size.proposals, dtype=np.int32), (len(grower.tree.token), 1))
     while len(grower.frontier):
         frontier = [paths[node] for node in grower.frontier]
         read.update(frontier)
-        logprobs = draft.logprobs[[draft.row(path) for path in frontier], : grower.policy.num_proposals]
+        logprobs = draft.logprobs[[draft.row(path) for path in frontier], : grower.policy.size.proposals]
         grower.grow(tokens[: len(frontier)], logprobs)
         size = int(grower.tree.size[0])
         parents, ranks = grower.tree.parent[len(paths) : size].tolist(), grower.tree.rank[len(paths) : size].tolist()

@@ -40,12 +40,12 @@ def test_random_paths_make_their_tree_under_any_draft() -> None:
 
 def test_limits_follow_from_the_paths() -> None:
     policy = parse_policy({"policy": "static", "paths": PATHS})
-    assert (policy.max_nodes, policy.max_grown, policy.max_depth) == (9, 9, 3)
-    assert policy.max_width == 3, "(0), (1) and (2) have children"
-    assert policy.num_proposals == 4, "rank 3 is the fourth proposal"
-    assert parse_policy({"policy": "static", "paths": [[15]]}).num_proposals == 16
+    assert (policy.size.nodes, policy.size.grown, policy.size.depth) == (9, 9, 3)
+    assert policy.size.width == 3, "(0), (1) and (2) have children"
+    assert policy.size.proposals == 4, "rank 3 is the fourth proposal"
+    assert parse_policy({"policy": "static", "paths": [[15]]}).size.proposals == 16
     for seed in range(20):
         session = TreeSession("static", paths=random_paths(np.random.default_rng(seed)))
         session.grow(same_everywhere(*[1 / 16] * 16))
-        assert session.policy.max_width == max(map(len, session.expanded))
-        assert session.policy.max_depth == len(session.expanded)
+        assert session.policy.size.width == max(map(len, session.expanded))
+        assert session.policy.size.depth == len(session.expanded)
