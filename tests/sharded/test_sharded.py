@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,7 +22,7 @@ from autotune.modeling.ranks import join_ranks
 from autotune.modeling.sharded import load_target
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.load import load
-from tests.families import FAMILIES
+from tests.families import FAMILIES, Family
 from tests.runtime.test_families import TREES
 from tests.sample_documents import decoding_profile
 from tests.sharded import processes
@@ -61,19 +62,30 @@ def test_tokens_are_those_of_one_process(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "heads"), [(2, (4, 2)), pytest.param(3, (6, 3), marks=pytest.mark.nightly)], ids=["two", "three"]
+    ("number", "family", "num_requests"),
+    [
+        (2, with_heads("llama", 4, 2), 2 * len(TREES)),
+        pytest.param(3, with_heads("llama", 6, 3), 200, marks=pytest.mark.nightly),
+        pytest.param(2, with_heads("qwen2_5_vl", 4, 2), 200, marks=pytest.mark.nightly),
+        pytest.param(2, with_heads("mistral_window", 4, 2), 200, marks=pytest.mark.nightly),
+    ],
+    ids=["llama", "llama of three", "images", "windows"],
 )
-def test_tokens_are_the_same_with_a_divided_draft(tmp_path: Path, number: int, heads: tuple[int, int]) -> None:
+def test_tokens_are_the_same_with_a_divided_draft(
+    tmp_path: Path, number: int, family: Family, num_requests: int
+) -> None:
     """For every policy, at both temperatures. The other processes run what the draft evaluates: its prompt too takes
     two broadcasts, and each of its steps one.
     """
-    save_family(with_heads("llama", *heads), tmp_path)
-    requests = requests_of(with_heads("llama", *heads), tmp_path, TREES, 2 * len(TREES))
+    save_family(family, tmp_path)
+    requests = requests_of(family, tmp_path, TREES, num_requests)
     alone = replies(load_target(str(tmp_path / "target")), tmp_path, requests)
     together = replies_of_ranks(number, tmp_path, requests, with_shards_of_draft=True)
     assert [reply.tokens for reply in together] == [reply.tokens for reply in alone]
     assert [reply.forwards for reply in together] == [reply.forwards for reply in alone], "the draft kept other tokens"
-    assert [reply.broadcasts for reply in together] == [4 + reply.forwards + reply.draft_forwards for reply in alone]
+    steps = [reply.forwards + reply.draft_forwards for reply in alone]
+    prompts = [4 if count > 0 else 2 for count in steps]  # an answer of one token needs no draft
+    assert [reply.broadcasts for reply in together] == np.add(prompts, steps).tolist()
 
 
 def test_near_ties_alone_differ_in_float32(tmp_path: Path) -> None:
