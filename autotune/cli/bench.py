@@ -20,6 +20,7 @@ from autotune.workloads.formats import Format
 @options.workload_format
 @options.chat_template_kwargs
 @options.device_map
+@options.shard_draft
 @options.num_prompts(32)
 @click.option(
     "--whole",

@@ -44,6 +44,7 @@ def reported_errors(junit: Path | None, github: bool) -> Iterator[None]:
 @options.settings_options(CheckSettings)
 @options.chat_template_kwargs
 @options.device_map
+@options.shard_draft
 @options.engine_command
 @options.as_json
 def command(as_json: bool, **values: Any) -> None:

@@ -19,6 +19,7 @@ from autotune.study.search_settings import SearchSettings
 @options.workload_format
 @options.chat_template_kwargs
 @options.device_map
+@options.shard_draft
 @options.device
 @options.random_weights
 @click.option(

@@ -7,6 +7,7 @@ import os
 import re
 import types
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -19,7 +20,7 @@ from autotune.documents.deployment import RUNTIME
 from autotune.documents.execution import check_capture_sizes
 from autotune.documents.option_fields import extra_of, option_name
 from autotune.errors import UserError, require
-from autotune.modeling.loading import DEVICE_MAP, Dtype
+from autotune.modeling.loading import DEVICE_MAP, SHARD_DRAFT, Dtype
 from autotune.strict_parsing import parse_json
 from autotune.study.outputs import require_replaceable
 from autotune.workloads.chat import check_variables
@@ -30,7 +31,7 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 ENGINES = "engines"
 MOST_LOAD = 4096  # clients of one program
 BACKENDS_OF = {
-    **dict.fromkeys(("device", "dtype", "bench draft", "export draft_tokens", "export models"), RUNTIME),
+    **dict.fromkeys(("device", "dtype", "shard_draft", "bench draft", "export draft_tokens", "export models"), RUNTIME),
     **dict.fromkeys(("report study", "report storage", "report workload"), RUNTIME),
     **dict.fromkeys(("serve max_waiting", "serve max_model_len", "serve drain_s"), RUNTIME),
     "serve chat_template_kwargs": RUNTIME,  # an engine takes them from each request
@@ -143,9 +144,9 @@ chat_template_kwargs = click.option(
 device = click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda:N.")
 
 
-def _spread_targets(_context: click.Context, _option: click.Parameter, value: str | None) -> None:
-    if value is not None:
-        os.environ[DEVICE_MAP] = value  # the processes that a verb starts load the target likewise
+def _set_variable(name: str, _context: click.Context, _option: click.Parameter, value: Any) -> None:
+    if value:
+        os.environ[name] = str(value)  # the processes that a verb starts load models likewise
 
 
 device_map = click.option(
@@ -153,8 +154,16 @@ device_map = click.option(
     hidden=True,
     type=click.Choice(["auto"]),
     expose_value=False,
-    callback=_spread_targets,
+    callback=partial(_set_variable, DEVICE_MAP),
     help="auto: spread the layers of the target over all GPUs, one after the other, where torchrun is not used.",
+)
+shard_draft = click.option(
+    "--shard-draft",
+    hidden=True,
+    is_flag=True,
+    expose_value=False,
+    callback=partial(_set_variable, SHARD_DRAFT),
+    help="Under torchrun: divide an independent draft among the processes, as the target is.",
 )
 random_weights = click.option(
     "--random-weights",

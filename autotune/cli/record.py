@@ -28,6 +28,7 @@ from autotune.study.search_settings import SearchSettings
 )
 @options.chat_template_kwargs
 @options.device_map
+@options.shard_draft
 @options.device
 @options.num_prompts(64)
 @options.output("traces", "Folder to write.")

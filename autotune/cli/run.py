@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 @click.option("--seed", type=int, default=0, show_default=True, help="Random seed of the sampled tokens.")
 @options.chat_template_kwargs
 @options.device_map
+@options.shard_draft
 @options.device
 @options.profile_dtype
 @options.engine_command

@@ -20,6 +20,7 @@ DEMONSTRATION = "no --target: tuning the bundled demonstration `digits`; give --
 @options.settings_options(SearchSettings)
 @options.chat_template_kwargs
 @options.device_map
+@options.shard_draft
 @options.loads
 @click.option("--plan", "is_plan", is_flag=True, help="Print what would be tried, its time and memory, and stop.")
 @options.verbose

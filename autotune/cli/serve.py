@@ -27,6 +27,7 @@ from autotune.serve.settings import ServeSettings
 )
 @options.chat_template_kwargs
 @options.device_map
+@options.shard_draft
 @options.device
 @options.profile_dtype
 @options.as_json

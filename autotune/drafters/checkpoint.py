@@ -22,7 +22,8 @@ from autotune.drafters.token_draft import TokenDraft
 from autotune.errors import UserError
 from autotune.files import parse_kind, read_json
 from autotune.modeling.gguf import find_gguf
-from autotune.modeling.loading import MTP_SUFFIX, load_model, load_tokenizer, resolve
+from autotune.modeling.loading import MTP_SUFFIX, load_tokenizer, resolve
+from autotune.modeling.sharded import load_draft_model, require_no_shards
 from autotune.modeling.target import Target
 from autotune.modeling.weight_files import CONFIG, WEIGHTS, load_errors, read_tensors, set_weights
 
@@ -92,6 +93,7 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
             if is_eagle3(config):  # its sizes are those of its weights
                 folder = Path(resolve(name))
             network = load_network(folder, target, random_weights=random_weights)
+    require_no_shards(name, network.kind)
     if subnet.head_shares != (1.0, 1.0, 1.0):
         if not isinstance(network, StarNetwork):
             raise UserError(f"{name}: only a star draft has heads to choose; leave heads out")
@@ -111,10 +113,13 @@ def _load_whole(name: str, target: Target, subnet: Subnet, *, random_weights: bo
             f"{name}: this draft has no subnets; leave heads, injection_layer, operator, vocabulary and weights out"
         )
     if name in TOKEN_DRAFTS:
+        require_no_shards(name, name)
         module, _, class_name = (KINDS[name].token_draft or "").partition(":")
         draft: TokenDraft = getattr(importlib.import_module(module), class_name)()
         draft.attach(target)
         return draft
     dtype: Any = None if find_gguf(name) is None else str(target.dtype).removeprefix("torch.")
-    model = load_model(name, device=str(target.device), dtype=dtype, random_weights=random_weights)
-    return IndependentDraft(model, tokenizer=load_tokenizer(name))
+    model, ranks = load_draft_model(name, target, dtype=dtype, random_weights=random_weights)
+    independent = IndependentDraft(model, tokenizer=load_tokenizer(name))
+    independent.ranks = ranks
+    return independent

@@ -41,6 +41,8 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 """Data types in which a model can be loaded (``--dtype``)."""
 DEVICE_MAP = "AUTOTUNE_DEVICE_MAP"
 """Variable of the environment: ``auto`` where targets are spread over all GPUs (``--device-map``)."""
+SHARD_DRAFT = "AUTOTUNE_SHARD_DRAFT"
+"""Variable of the environment: set where torchrun divides independent drafts too (``--shard-draft``)."""
 META = "meta"
 """Torch's device for tensors without content."""
 DEFAULT_DRAFTS = (*BUNDLED_DRAFTS, RETRIEVAL)

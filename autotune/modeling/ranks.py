@@ -1,12 +1,13 @@
-"""The processes of ``torchrun`` that hold a target together, each a part of its layers (tensor parallelism).
+"""The processes of ``torchrun`` that hold models together, each a part of their layers (tensor parallelism).
 
-Rank 0 runs the verb. Before each forward pass of the target it broadcasts what to run, and then runs it; the others
-follow (``follower.py``). A message is one broadcast of integers on the CPU, over gloo, for which a follower waits
+Rank 0 runs the verb. Before each forward pass of such a model it broadcasts what to run, and then runs it; the others
+follow (``sharded.py``). A message is one broadcast of integers on the CPU, over gloo, for which a follower waits
 without the GPU: the integers of a packed step (``step.py``), or the size of another operation, which comes next.
 """
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 from collections.abc import Sequence
@@ -34,7 +35,10 @@ FAILURE = "autotune/failure"
 """Key of the store under which a process says why it ends."""
 _OPERATION, _STEP = range(2)
 MESSAGE = 4096
-"""Integers of a message, which the largest step of a model with two kinds of masks fits into."""
+"""Integers of a message, which the largest step of a target with two kinds of masks fits into. A larger step of a draft
+is sent as another operation, in two broadcasts.
+"""
+_HEADER = 9  # integers before the moves of a step
 
 
 class Ranks:
@@ -49,14 +53,23 @@ class Ranks:
         self.size = size
         self.device = device
         self.store = store
+        self.model = 0  # the number of the model that is sent for: the target, then drafts in the order of loading
+        self.num_drafts = 0
         self._message = torch.zeros(MESSAGE, dtype=torch.int64)
+
+    def of_next_draft(self) -> Ranks:
+        """The same processes, as those that hold another draft."""
+        self.num_drafts += 1
+        ranks = copy.copy(self)
+        ranks.model = self.num_drafts
+        return ranks
 
     def send(self, operation: str, *arguments: Any) -> None:
         """Let the followers run an operation; a follower itself sends nothing."""
         if self.rank > 0:
             return
         content = io.BytesIO()
-        torch.save((operation, arguments), content)
+        torch.save((operation, self.model, arguments), content)
         payload = torch.from_numpy(np.frombuffer(content.getvalue(), np.uint8).copy())
         self._message[:2] = torch.tensor([_OPERATION, len(payload)])
         dist.broadcast(self._message, 0)
@@ -65,7 +78,7 @@ class Ranks:
     def send_step(
         self, layout: Layout, integers: Ints, moves: Sequence[int], *, is_captured: bool = False, is_new: bool = False
     ) -> None:
-        """Let the followers run a packed step, in one broadcast.
+        """Let the followers run a packed step, in one broadcast if it fits a message.
 
         Args:
             integers: the ``PackedStep``, of which the layout may leave out the end.
@@ -74,19 +87,25 @@ class Ranks:
         """
         if self.rank > 0:
             return
-        header = [_STEP, is_captured, is_new, *layout, len(moves), *moves]
+        header = [_STEP, self.model, is_captured, is_new, *layout, len(moves), *moves]
         content = np.concatenate([header, integers[: sum(layout.sizes)]])
+        if len(content) > MESSAGE:
+            self.send("step", layout, content[len(header) :], [*moves], is_captured, is_new)
+            return
         self._message[: len(content)] = torch.from_numpy(content)
         dist.broadcast(self._message, 0)
 
-    def receive(self) -> tuple[str, tuple[Any, ...]]:
-        """The next operation with its arguments, as rank 0 sent it; tensors are on this rank's device."""
+    def receive(self) -> tuple[str, int, tuple[Any, ...]]:
+        """The next operation with the number of its model and its arguments, as rank 0 sent it; tensors are on this
+        rank's device.
+        """
         dist.broadcast(self._message, 0)
-        kind, size, *_ = header = self._message[:8].tolist()
+        kind, size, *_ = header = self._message[:_HEADER].tolist()
         if kind == _STEP:
-            end, layout = 8 + header[7], Layout(*header[3:7])
+            end, layout = _HEADER + header[-1], Layout(*header[4:8])
             integers = self._message.numpy()[end : end + sum(layout.sizes)]
-            return "step", (layout, integers, self._message[8:end].tolist(), bool(header[1]), bool(header[2]))
+            moves = self._message[_HEADER:end].tolist()
+            return "step", header[1], (layout, integers, moves, bool(header[2]), bool(header[3]))
         payload = torch.empty(size, dtype=torch.uint8)
         dist.broadcast(payload, 0)
         content = io.BytesIO(payload.numpy().tobytes())

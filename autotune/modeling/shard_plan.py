@@ -7,6 +7,8 @@ from typing import Any
 from autotune.errors import UserError
 from autotune.modeling.text_model import layer_plan, text_model_of
 
+_WHOLE = "load a target without torchrun, a draft without --shard-draft"
+
 
 def shard_bytes(empty: Any, num_shards: int) -> int:
     """Bytes of the weights of a process that holds a share of the layers and all else."""
@@ -30,16 +32,16 @@ def shard_plan(empty: Any, name: str, num_shards: int, *, is_whole: bool) -> Any
     text, plan = text_model_of(empty), layer_plan(empty)
     if not is_whole or text.has_states:
         kind = "with recurrent or convolution states" if is_whole else "quantized, or of a GGUF file"
-        raise UserError(f"{name}: a target {kind} is not divided among processes; load it without torchrun")
+        raise UserError(f"{name}: a model {kind} is not divided among processes; {_WHOLE}")
     if not plan:
         raise UserError(
             f"{name}: transformers cannot divide models of type {text.config.model_type} among processes; give a model with "
-            "a tensor-parallel plan, or load it without torchrun"
+            f"a tensor-parallel plan, or {_WHOLE}"
         )
     if num_shards not in text.device_numbers:
         raise UserError(
             f"{name}: {num_shards} processes do not divide its query heads and its key and value heads; start "
-            f"{' or '.join(map(str, text.device_numbers))} of them (--nproc-per-node)"
+            f"{' or '.join(map(str, text.device_numbers))} of them (--nproc-per-node), or {_WHOLE}"
         )
     return DistributedConfig(
         tp_size=num_shards, tp_plan={module: "replicate" for module in empty.tp_plan if module not in plan}

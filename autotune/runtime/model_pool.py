@@ -15,6 +15,7 @@ from autotune.documents.execution import EAGER, STEPS_VERSION, capture_sizes_for
 from autotune.documents.provenance import ModelReference
 from autotune.documents.search_space import SearchSpace
 from autotune.documents.subnet import Subnet
+from autotune.drafters.cached_draft import as_cached
 from autotune.drafters.checkpoint import LoadedDraft, load_draft
 from autotune.errors import UserError
 from autotune.files import content_key
@@ -185,6 +186,8 @@ class ModelPool:
         documents += [list(self.capture_sizes)] if self.capture_sizes else []
         documents += [self.mode, STEPS_VERSION] if self.mode != EAGER else []
         documents += quantization_versions(self.target.text.quantization)
+        cached = {id: as_cached(draft) for id, draft in self.drafts.items()}
+        documents += [id for id, draft in cached.items() if draft is not None and draft.ranks is not None]
         return content_key(documents)
 
 

@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from autotune.cli.main import main
 from autotune.drafters.checkpoint import load_draft
 from autotune.machine.device import fingerprint
 from autotune.modeling import sharded
+from autotune.modeling.loading import SHARD_DRAFT
 from autotune.modeling.sharded import lead_or_follow, load_target
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
@@ -76,6 +78,7 @@ class Reply:
 
     tokens: list[int]
     forwards: int
+    draft_forwards: int
     broadcasts: int
     num_bytes: int
 
@@ -107,25 +110,41 @@ def requests_of(family: Family, folder: Path, trees: list[dict[str, Any]], numbe
     return requests
 
 
+def counted_steps(draft: Any) -> list[Any]:
+    """The steps that a draft evaluates from now on."""
+    evaluate, steps = draft.evaluate_step, []
+
+    def count(*step: Any) -> Any:
+        steps.append(step)
+        return evaluate(*step)
+
+    draft.evaluate_step = count
+    return steps
+
+
 def replies(target: Target, folder: Path, requests: list[Request]) -> list[Reply]:
     """Decode requests with the draft of a folder."""
     draft, found, decoders = load_draft(str(folder / "draft"), target), [], {}
+    drafted = counted_steps(draft)
     for request in requests:
         key = repr((request.tree, request.visual_keep))
         if key not in decoders:
             decoders[key] = Decoder(target, draft, tree=request.tree, visual_keep=request.visual_keep)
         sent.clear()
+        drafted.clear()
         out = decoders[key].generate(
             **request.inputs, max_new_tokens=NEW_TOKENS, temperature=request.temperature, seed=5
         )
         tokens = out.sequences[0, request.inputs["input_ids"].shape[1] :].tolist()
-        found.append(Reply(tokens, out.stats.target_forwards, len(sent), sum(sent)))
+        found.append(Reply(tokens, out.stats.target_forwards, len(drafted), len(sent), sum(sent)))
     return found
 
 
-def decode_in_ranks(folder: Path) -> None:
+def decode_in_ranks(folder: Path, *, with_shards_of_draft: bool = False) -> None:
     """Decode ``folder/requests`` in a process of torchrun; rank 0 writes the replies, or its error, beside them."""
     lead_or_follow()
+    if with_shards_of_draft:
+        os.environ[SHARD_DRAFT] = "1"
     broadcast = dist.broadcast
 
     def counted(tensor: torch.Tensor, source: int) -> None:
@@ -142,10 +161,10 @@ def decode_in_ranks(folder: Path) -> None:
     (folder / "device").write_text(fingerprint("cpu").model_dump_json())
 
 
-def replies_of_ranks(number: int, folder: Path, requests: list[Request]) -> Any:
+def replies_of_ranks(number: int, folder: Path, requests: list[Request], *, with_shards_of_draft: bool = False) -> Any:
     """The replies of several processes, or the error of rank 0. All of them end."""
     (folder / "requests").write_bytes(pickle.dumps(requests))
-    processes = start(number, decode_in_ranks, folder)
+    processes = start(number, partial(decode_in_ranks, with_shards_of_draft=with_shards_of_draft), folder)
     for process in processes:
         process.join(timeout=600)
         assert process.exitcode == 0

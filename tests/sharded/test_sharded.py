@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from autotune.cli import main
 from autotune.documents.fingerprint import Fingerprint
+from autotune.drafters.checkpoint import load_draft
 from autotune.errors import UserError
 from autotune.evaluation.divergence import first_divergence
 from autotune.machine.device import fingerprint
-from autotune.modeling.loading import reference
+from autotune.modeling.loading import BUNDLED_TARGET, RETRIEVAL, SHARD_DRAFT, reference
 from autotune.modeling.ranks import join_ranks
 from autotune.modeling.sharded import load_target
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.load import load
-from tests.families import FAMILIES
+from tests.families import FAMILIES, Family
 from tests.runtime.test_families import TREES
 from tests.sample_documents import decoding_profile
 from tests.sharded import processes
@@ -58,6 +61,33 @@ def test_tokens_are_those_of_one_process(tmp_path: Path, case: str) -> None:
     print(f"{steps / len(together):.1f} steps a request, {sum(r.num_bytes for r in together) / steps:.0f} bytes a step")
 
 
+@pytest.mark.parametrize(
+    ("number", "family", "num_requests"),
+    [
+        (2, with_heads("llama", 4, 2), 2 * len(TREES)),
+        pytest.param(3, with_heads("llama", 6, 3), 200, marks=pytest.mark.nightly),
+        pytest.param(2, with_heads("qwen2_5_vl", 4, 2), 200, marks=pytest.mark.nightly),
+        pytest.param(2, with_heads("mistral_window", 4, 2), 200, marks=pytest.mark.nightly),
+    ],
+    ids=["llama", "llama of three", "images", "windows"],
+)
+def test_tokens_are_the_same_with_a_divided_draft(
+    tmp_path: Path, number: int, family: Family, num_requests: int
+) -> None:
+    """For every policy, at both temperatures. The other processes run what the draft evaluates: its prompt too takes
+    two broadcasts, and each of its steps one.
+    """
+    save_family(family, tmp_path)
+    requests = requests_of(family, tmp_path, TREES, num_requests)
+    alone = replies(load_target(str(tmp_path / "target")), tmp_path, requests)
+    together = replies_of_ranks(number, tmp_path, requests, with_shards_of_draft=True)
+    assert [reply.tokens for reply in together] == [reply.tokens for reply in alone]
+    assert [reply.forwards for reply in together] == [reply.forwards for reply in alone], "the draft kept other tokens"
+    steps = [reply.forwards + reply.draft_forwards for reply in alone]
+    prompts = [4 if count > 0 else 2 for count in steps]  # an answer of one token needs no draft
+    assert [reply.broadcasts for reply in together] == np.add(prompts, steps).tolist()
+
+
 def test_near_ties_alone_differ_in_float32(tmp_path: Path) -> None:
     """By the rule of ``check``."""
     family = FAMILIES["llava_onevision"]
@@ -80,6 +110,29 @@ def test_heads_that_do_not_divide_are_refused(tmp_path: Path, number: int, heads
     family = with_heads("llama", *heads)
     save_family(family, tmp_path)
     assert rule in replies_of_ranks(number, tmp_path, [])
+
+
+def test_a_draft_whose_heads_do_not_divide_is_refused(tmp_path: Path) -> None:
+    save_family(FAMILIES["llama"], tmp_path)
+    save_family(with_heads("llama", 3, 1), tmp_path / "other")
+    shutil.copytree(tmp_path / "other" / "draft", tmp_path / "draft", dirs_exist_ok=True)
+    error = replies_of_ranks(2, tmp_path, [], with_shards_of_draft=True)
+    assert re.search(r"draft: 2 processes do not divide its query heads .* a draft without --shard-draft", error)
+
+
+def test_a_draft_that_cannot_be_divided_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft without a model of its own, one that reads the target's features, and any without torchrun."""
+    target = load_target(BUNDLED_TARGET)
+    monkeypatch.setenv(SHARD_DRAFT, "True")
+    for draft in (RETRIEVAL, "digits/star"):
+        with pytest.raises(
+            UserError, match=rf"{draft}: --shard-draft divides independent drafts, and this one is of kind"
+        ):
+            load_draft(draft, target)
+    with pytest.raises(
+        UserError, match="--shard-draft divides a draft among the processes of torchrun; start the command"
+    ):
+        load_target(BUNDLED_TARGET)
 
 
 @pytest.mark.parametrize(
