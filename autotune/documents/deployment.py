@@ -73,7 +73,7 @@ class EngineEvidence(Document):
     """All of them, the fastest first."""
     prices: list[PricedStep] = Field(default_factory=list)
     factors: dict[str, float] = Field(default_factory=dict)
-    """Times in served requests over the prices' own, by kind of pass."""
+    """Times of passes in a server that speculates over those of a plain one, by kind of pass."""
     left_out: dict[str, str] = Field(default_factory=dict)
     """Types that the build does not have, or whose counts are not the replay's, with the reason."""
     as_predicted: dict[str, tuple[int, int]] = Field(default_factory=dict)
@@ -105,7 +105,9 @@ class EngineEvidence(Document):
             ]
             for step in sorted(self.prices, key=lambda step: (step.context, step.tokens))
         ]
-        factors = {name: f"{number(factor)} times as long in served requests" for name, factor in self.factors.items()}
+        factors = {
+            name: f"{number(factor)} times as long in a server that speculates" for name, factor in self.factors.items()
+        }
         return [
             Table(
                 "The fastest three replayed settings of each type, and its default",
