@@ -100,12 +100,17 @@ class EnginePrices(Prices):
 
     @functools.cached_property
     def _measured(self) -> dict[int, Floats]:
-        """Numbers of tokens, in their order, and median times, by context."""
+        """Numbers of tokens, in their order, and median times, by context. Of medians that fall with the number of
+        tokens, which no pass does, the mean counts.
+        """
+        from scipy.optimize import isotonic_regression  # takes a second to import
+
         rows = defaultdict[int, list[tuple[int, float]]](list)
         for step in sorted(self.priced, key=lambda step: (step.context, step.tokens)):
             ms = step.wall_ms if self.clock == "wall" else step.cpu_ms
             rows[step.context].append((step.tokens, float(np.median(ms))))
-        return {context: np.array(row).T for context, row in rows.items()}
+        measured = {context: np.array(row).T for context, row in rows.items()}
+        return {context: np.array([tokens, isotonic_regression(ms).x]) for context, (tokens, ms) in measured.items()}
 
     def pass_ms(self, tokens: int, context: float) -> float:
         """The time of a pass alone; of the longest one that was priced for more tokens."""
