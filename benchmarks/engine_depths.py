@@ -21,9 +21,8 @@ import click
 import numpy as np
 
 from autotune.console import Console
-from autotune.documents.decoded import Decoded
+from autotune.documents.decoded import Decoded, tokens_per_pass
 from autotune.documents.speculation import DEEPEST, Speculation
-from autotune.engines.chains import tokens_per_pass
 from autotune.engines.engine import EngineBackend
 from autotune.engines.prices import EnginePrices
 from autotune.engines.replay import EngineRecorded
@@ -72,8 +71,8 @@ def rows_of(
         steps, (answers, speedup) = backend.replay(chain, recorded), served[chain.label]
         counts = [(answer.rounds, answer.verified_nodes, answer.accepted_tokens) for answer in answers]
         exact = sum(map(np.array_equal, counts, steps.counts))
-        predicted = tokens_per_pass([(request.num_tokens, request.counts[-1]) for request in steps.requests])
-        counted = tokens_per_pass([(answer.new_tokens - 1, answer.accepted_tokens) for answer in answers])
+        predicted = tokens_per_pass((request.num_tokens, *request.counts[::2]) for request in steps.requests)
+        counted = tokens_per_pass((answer.new_tokens - 1, answer.rounds, answer.accepted_tokens) for answer in answers)
         expected = float(plain_ms / prices.ms(steps).sum())
         cells = [f"{exact}/{len(counts)}", number(predicted, 3), number(counted, 3), times(expected), times(speedup)]
         rows.append(

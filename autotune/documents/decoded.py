@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -90,12 +90,25 @@ class Decoded(Document):
     @property
     def in_passes(self) -> Decoded:
         """The record of an engine with all of its passes as rounds: each emits a token beside the accepted ones."""
-        return self.model_copy(update={"rounds": self.new_tokens - 1 - self.accepted_tokens})
+        return self.model_copy(update={"rounds": num_passes(self.new_tokens - 1, self.rounds, self.accepted_tokens)})
 
     @property
     def forward_ms(self) -> float:
         """Mean time of a target forward after the prefill; 0 where forwards are not measured, or there are none."""
         return self.verify_ms / max(1, self.target_forwards)
+
+
+def num_passes(tokens: int, verifications: int, accepted: int) -> int:
+    """Forward passes of an engine over the tokens after the first. vLLM also counts accepted tokens beyond the end."""
+    return max(verifications, tokens - accepted)
+
+
+def tokens_per_pass(requests: Iterable[tuple[int, int, int]]) -> float:
+    """Tokens that a pass gives in the mean, of requests with the arguments of ``num_passes``."""
+    tokens, passes = map(
+        sum, zip(*((tokens, num_passes(tokens, *counts)) for tokens, *counts in requests), strict=True)
+    )
+    return tokens / max(1, passes)
 
 
 def tokens_key(tokens: Sequence[int]) -> str:

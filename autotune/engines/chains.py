@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 from autotune.documents.speculation import DEEPEST, Speculation
 from autotune.engines.engine_server import EngineServer
@@ -67,9 +66,3 @@ def with_all_depths(answer: Served, head: Speculation, server: EngineServer) -> 
             verifications.append([place, *counts])
         answer = answer.model_copy(update={"verifications": verifications})
     return answer
-
-
-def tokens_per_pass(requests: Sequence[tuple[int, int]]) -> float:
-    """Tokens that a pass gives in the mean, of requests with their tokens and accepted draft tokens."""
-    tokens, accepted = map(sum, zip(*requests, strict=True))
-    return tokens / (tokens - accepted)

@@ -8,8 +8,9 @@ import random
 import time
 from collections.abc import Sequence
 
+from autotune.documents.decoded import tokens_per_pass
 from autotune.documents.speculation import DEEPEST, Speculation
-from autotune.engines.chains import replay_chain, tokens_per_pass
+from autotune.engines.chains import replay_chain
 from autotune.engines.engine_server import EngineServer
 from autotune.engines.ngram_drafters import KnownRequest
 from autotune.engines.prices import TimedRequest
@@ -111,8 +112,10 @@ def require_replayed(requests: Sequence[TimedRequest]) -> str:
     Raises:
         UserError: the tokens per pass differ.
     """
-    counted = tokens_per_pass([(len(answer.tokens) - 1, answer.accepted_tokens) for answer, *_ in requests])
-    predicted = tokens_per_pass([(replayed.num_tokens, replayed.counts[-1]) for *_, replayed in requests])
+    counted = tokens_per_pass(
+        (len(answer.tokens) - 1, answer.rounds, answer.accepted_tokens) for answer, *_ in requests
+    )
+    predicted = tokens_per_pass((replayed.num_tokens, *replayed.counts[::2]) for *_, replayed in requests)
     exact = sum(answer.draft_counts == replayed.counts for answer, _, replayed in requests)
     text = f"{counted:.3f} tokens per pass, predicted {predicted:.3f}"
     if abs(counted / predicted - 1) > TOLERATED:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from autotune.console import Console
+from autotune.documents.decoded import tokens_per_pass
 from autotune.documents.loads import Figure, LoadResult, LoadRun, Schedule, ServedLoad, loads_table
 from autotune.documents.speculation import DEEPEST, Speculation
 from autotune.engines.backend import Backend
@@ -192,8 +193,8 @@ class LoadServers:
 
     def _tokens_per_pass(self, configuration: Speculation | None) -> float:
         counts = self.backend.replay(configuration, self.recorded).counts
-        tokens = sum(answer.new_tokens - 1 for answer, _ in zip(self.recorded.answers, counts, strict=False))
-        return tokens / max(1, tokens - sum(accepted for _, _, accepted in counts))
+        answered = zip(self.recorded.answers, counts, strict=False)
+        return tokens_per_pass((answer.new_tokens - 1, rounds, accepted) for answer, (rounds, _, accepted) in answered)
 
     def results(self, runs: Runs, depths: Mapping[int, int]) -> list[LoadResult]:
         """The runs of the chosen depths beside those without speculation, which are shown."""
