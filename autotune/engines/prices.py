@@ -26,7 +26,9 @@ from autotune.trees.limits import Floats
 PRICED_TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 REPEATS = 3
 CPU_RATIO = 4  # of CPU times of the longest verification and of a plain pass, above which the CPU computes them
-MISFIT = 0.05  # of a request's time to its price, beyond which it counts less
+MISFIT = 0.1  # of a request's time to its price, beyond which it counts less
+SHORTEST_MS = 1e-3  # of a request, whatever a fit tries
+ANY = (-math.inf, math.inf)
 FEWEST = 3  # verifications of a request, and such requests, that refit prices
 ALONE = {"step": 1.0, "verification": 1.0}
 """Times in a server that speculates over those in a plain one, of passes over one token and of verifications."""
@@ -177,7 +179,8 @@ def served_prices(prices: EnginePrices, served: Sequence[TimedRequest], *, has_o
         slower = [ms / (plain + verifying) for plain, verifying, ms in rows]
         return replace(prices, factors=dict.fromkeys(ALONE, 1.0 if has_one_loop else float(np.median(slower or [1.0]))))
     rows += [(1.0, 0.0, 1.0)] * len(rows) if has_one_loop else []
-    step, verification = robust_fit(np.array(rows), (0.5, 3.0))
+    *amounts, ms = np.array(rows).T
+    step, verification = robust_fit(amounts, ms, bounds=(0.5, 3.0))
     return replace(prices, factors={"step": step, "verification": verification})
 
 
@@ -188,19 +191,26 @@ def with_draft(prices: EnginePrices, head: Speculation, served: Sequence[TimedRe
         verifications, drafted, _ = request.replayed.counts
         spent = prices.served_ms(request) * request.replayed.num_tokens / max(1, len(request.answer.tokens) - 1)
         rows.append((verifications, drafted, prices.request_ms(request.replayed, head), spent))
-    draft, token = robust_fit(np.array(rows))
-    return replace(prices, drafts={**prices.drafts, head.type: (draft, token)})
+    *amounts, passes_ms, ms = np.array(rows).T
+    return replace(prices, drafts={**prices.drafts, head.type: robust_fit(amounts, ms, passes_ms)})
 
 
-def robust_fit(rows: Floats, bounds: tuple[float, float] = (-math.inf, math.inf)) -> tuple[float, float]:
-    """Times of two kinds of work, by the relative misfit of requests, of which some were disturbed.
+def robust_fit(
+    amounts: Sequence[Floats], ms: Floats, other_ms: Floats | float = 0.0, *, bounds: tuple[float, float] = ANY
+) -> tuple[float, float]:
+    """The time of each of two kinds of work, by the logarithm of the misfit of requests, some of which were
+    disturbed: a relative one would favor short times.
 
     Args:
-        rows: for each request the amounts of both kinds, its other time if there is a fourth column, and its time.
+        amounts: of both kinds, each [requests].
+        ms: times of the requests, [requests].
+        other_ms: what other work took of them, [requests].
     """
     from scipy.optimize import least_squares  # takes a second to import
 
-    amounts, known, ms = rows[:, :2], rows[:, 2:-1].sum(axis=1), rows[:, -1]
-    misfit = lambda each: (amounts @ each + known) / ms - 1  # noqa: E731
-    first, second = least_squares(misfit, [1.0, 1.0], bounds=bounds, loss="soft_l1", f_scale=MISFIT).x.tolist()
+    def misfit(each: Floats) -> Floats:
+        predicted = each @ np.array(amounts) + other_ms
+        return np.log(np.maximum(predicted, SHORTEST_MS)) - np.log(ms)
+
+    first, second = least_squares(misfit, [1.0, 1.0], bounds=bounds, loss="cauchy", f_scale=MISFIT).x.tolist()
     return first, second
