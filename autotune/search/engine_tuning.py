@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,9 +90,9 @@ def tune_engine(
     )
     evidence, measured = Evidence(engine=engine), None
     if not backend.is_fixed:
-        run_race = partial(race_in_servers, backend, folder / RUNS, console, settings.seed)
-        arms, as_predicted = race_finalists(run_race, ranked, tune, ends["finalists"], console)
-        evaluation, chosen = evaluate(run_race, arms, held_out, begun + budget_s, console)
+        races = EngineRaces(backend, folder / RUNS, console, settings.seed)
+        arms, as_predicted = race_finalists(races, ranked, tune, ends["finalists"])
+        evaluation, chosen = evaluate(races, arms, held_out, begun + budget_s)
         deployed = None if chosen is None else chosen.configuration
         engine = engine.model_copy(update={"as_predicted": as_predicted})
         if settings.loads:
@@ -158,11 +157,7 @@ def best_default(ranked: Sequence[RankedConfiguration]) -> RankedConfiguration:
 
 
 def race_finalists(
-    run_race: Callable[..., Race],
-    ranked: Sequence[RankedConfiguration],
-    tune: Workload,
-    deadline: float,
-    console: Console,
+    races: EngineRaces, ranked: Sequence[RankedConfiguration], tune: Workload, deadline: float
 ) -> tuple[dict[str, RankedConfiguration], dict[str, tuple[int, int]]]:
     """The best default and the fastest of the finalists, which are also the fastest of the others and that of another
     type; and for each finalist, the number of its requests whose counts are those of the replay, and of all.
@@ -171,7 +166,7 @@ def race_finalists(
     others = [candidate for candidate in ranked if candidate is not default]
     of_other_types = [candidate for candidate in others if candidate.predicted.type != others[0].predicted.type]
     finalists = {candidate.predicted.label: candidate for candidate in (default, *others[:1], *of_other_types[:1])}
-    raced = run_race("finalists, measured", finalists, tune, FINALISTS, deadline)
+    raced = races.race("finalists, measured", finalists, tune, FINALISTS, deadline)
     as_predicted, rows = dict[str, tuple[int, int]](), []
     for name, finalist in finalists.items():
         pairs = list(zip(raced.runs[name], finalist.counts, strict=False))
@@ -180,21 +175,17 @@ def race_finalists(
         speedup, runs = times(finalist.predicted.speedup), len(raced.runs[name])
         rows.append([finalist.predicted.title, speedup, f"{runs}", f"{same}/{len(pairs)}"])
     columns = ["finalist", "predicted", "runs", "counts as predicted"]
-    console.show(Table("Finalists on tuning prompts", columns, rows))
+    races.console.show(Table("Finalists on tuning prompts", columns, rows))
     return {name: finalists[name] for name in (default.predicted.label, raced.remaining[0])}, as_predicted
 
 
 def evaluate(
-    run_race: Callable[..., Race],
-    arms: Mapping[str, RankedConfiguration],
-    held_out: Workload,
-    deadline: float,
-    console: Console,
+    races: EngineRaces, arms: Mapping[str, RankedConfiguration], held_out: Workload, deadline: float
 ) -> tuple[Evaluation, RankedConfiguration | None]:
     """The runs of plain decoding, the best default and the winner, which are ``arms``, on held-out prompts, and the
     fastest one if it is significantly faster than plain decoding; else None.
     """
-    raced = run_race("evaluation, measured", arms, held_out, EVALUATION, deadline)
+    raced = races.race("evaluation, measured", arms, held_out, EVALUATION, deadline)
     (default, *_), winner = arms, list(arms)[-1]
     chosen = None if AR in raced.remaining else arms[raced.remaining[0]]
     tuned = winner if chosen is None else chosen.predicted.label
@@ -206,51 +197,52 @@ def evaluate(
         best_default=default if default in names[:-1] else None,
         tuned=tuned,
     )
-    print_evaluation(evaluation, console)
+    print_evaluation(evaluation, races.console)
     return evaluation, chosen
 
 
-def race_in_servers(
-    backend: Backend,
-    ledger: Path,
-    console: Console,
-    seed: int,
-    stage: str,
-    arms: Mapping[str, RankedConfiguration],
-    workload: Workload,
-    rule: Rule,
-    deadline: float,
-) -> Race:
-    """A race of configurations and plain decoding, each in a new server. One that does not start, or ends, is left out
-    with a line.
+@dataclass(frozen=True)
+class EngineRaces:
+    """Races of configurations and plain decoding, each in a new server.
 
-    Args:
-        ledger: file of the real runs, with which an interrupted race goes on.
-
-    Raises:
-        UserError: plain decoding fails, or every configuration.
+    Attributes:
+        runs: ledger of the real runs, with which an interrupted race goes on.
     """
-    configurations = {AR: None} | {name: candidate.configuration for name, candidate in arms.items()}
-    with ExitStack() as stack, console.stage(stage, len(workload.prompts)) as update:
-        started: list[Arm] = []
-        failed: dict[str, str] = {}
-        for name, configuration in configurations.items():
-            try:
-                started.append(named_arm(stack, backend, configuration, name))
-            except UserError as error:
-                failed[name] = str(error)
-        raced = race(
-            ArmRunner(ledger, context=stage),
-            started,
-            workload.prompts,
-            rule,
-            time_limit=TimeLimit(deadline, thresholds.MIN_PROMPTS),
-            seed=seed,
-            report=update,
-        )
-    failed |= raced.failed
-    for name, reason in failed.items():
-        console.say(f"left out   {name}: {reason}")
-    if AR in failed or failed.keys() >= arms.keys():
-        raise UserError(f"{backend.name}: {failed.get(AR) or list(failed.values())[-1]}")
-    return replace(raced, runs={name: [] for name in configurations} | raced.runs)
+
+    backend: Backend
+    runs: Path
+    console: Console
+    seed: int
+
+    def race(
+        self, stage: str, arms: Mapping[str, RankedConfiguration], workload: Workload, rule: Rule, deadline: float
+    ) -> Race:
+        """One that does not start, or ends, is left out with a line.
+
+        Raises:
+            UserError: plain decoding fails, or every configuration.
+        """
+        configurations = {AR: None} | {name: candidate.configuration for name, candidate in arms.items()}
+        with ExitStack() as stack, self.console.stage(stage, len(workload.prompts)) as update:
+            started: list[Arm] = []
+            failed: dict[str, str] = {}
+            for name, configuration in configurations.items():
+                try:
+                    started.append(named_arm(stack, self.backend, configuration, name))
+                except UserError as error:
+                    failed[name] = str(error)
+            raced = race(
+                ArmRunner(self.runs, context=stage),
+                started,
+                workload.prompts,
+                rule,
+                time_limit=TimeLimit(deadline, thresholds.MIN_PROMPTS),
+                seed=self.seed,
+                report=update,
+            )
+        failed |= raced.failed
+        for name, reason in failed.items():
+            self.console.say(f"left out   {name}: {reason}")
+        if AR in failed or failed.keys() >= arms.keys():
+            raise UserError(f"{self.backend.name}: {failed.get(AR) or list(failed.values())[-1]}")
+        return replace(raced, runs={name: [] for name in configurations} | raced.runs)
