@@ -28,7 +28,7 @@ REPEATS = 3
 CPU_RATIO = 4  # of CPU times of the longest verification and of a plain pass, above which the CPU computes them
 MISFIT = 0.1  # of a request's time to its price, beyond which it counts less
 SHORTEST_MS = 1e-3  # of a request, whatever a fit tries
-ANY = (-math.inf, math.inf)
+UNBOUNDED = (-math.inf, math.inf)
 FEWEST = 3  # verifications of a request, and such requests, that refit prices
 ALONE = {"step": 1.0, "verification": 1.0}
 """Times in a server that speculates over those in a plain one, of passes over one token and of verifications."""
@@ -196,7 +196,7 @@ def with_draft(prices: EnginePrices, head: Speculation, served: Sequence[TimedRe
 
 
 def robust_fit(
-    amounts: Sequence[Floats], ms: Floats, other_ms: Floats | float = 0.0, *, bounds: tuple[float, float] = ANY
+    amounts: Sequence[Floats], ms: Floats, other_ms: Floats | float = 0.0, *, bounds: tuple[float, float] = UNBOUNDED
 ) -> tuple[float, float]:
     """The time of each of two kinds of work, by the logarithm of the misfit of requests, some of which were
     disturbed: a relative one would favor short times.
@@ -209,7 +209,7 @@ def robust_fit(
     from scipy.optimize import least_squares  # takes a second to import
 
     def misfit(each: Floats) -> Floats:
-        predicted = each @ np.array(amounts) + other_ms
+        predicted = each @ np.stack(amounts) + other_ms
         return np.log(np.maximum(predicted, SHORTEST_MS)) - np.log(ms)
 
     first, second = least_squares(misfit, [1.0, 1.0], bounds=bounds, loss="cauchy", f_scale=MISFIT).x.tolist()
