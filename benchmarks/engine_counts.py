@@ -17,8 +17,7 @@ import click
 from autotune.documents.speculation import OPTIONS, Speculation
 from autotune.engines.engine import EngineBackend
 from autotune.engines.llama_cpp import LlamaBackend
-from autotune.engines.ngram_drafters import KnownRequest
-from autotune.engines.replay import replay_speculation
+from autotune.engines.self_test import replayed_answers
 from autotune.engines.vllm import VllmBackend
 from autotune.workloads.workload import load_workload
 
@@ -62,10 +61,7 @@ def main(
         for one in settings(name):
             with backend.started(one) as server:
                 answers = [server.ask(prompt) for prompt in prompts]
-            following = [other.continuation(*pair) for pair in zip(answers, prompts, strict=True)]
-            answers = [a.model_copy(update={"beyond": tokens}) for a, tokens in zip(answers, following, strict=True)]
-            replays = replay_speculation(one, map(KnownRequest, answers), other.context)
-            pairs = list(zip(answers, replays, strict=True))
+            pairs = list(zip(*replayed_answers(one, answers, other, prompts), strict=True))
             same = sum(answer.draft_counts == replayed.counts for answer, replayed in pairs)
             requests, exact = requests + len(pairs), exact + same
             print(f"{one.label:40} {same}/{len(pairs)}", flush=True)

@@ -6,14 +6,21 @@
 A row for each depth: requests whose verifications, drafted and accepted tokens are those of the replay, tokens per pass
 and speedup over plain decoding, predicted and counted. The servers of all depths and a plain one run at once, and every
 prompt is asked in them in random order, so that the machine's other work meets them alike. The last line has the
-largest difference of tokens per pass and the median difference of the speedup. Takes about 15 minutes for a model of
-135M parameters on two cores.
+largest difference of tokens per pass and the median difference of the speedup.
+
+Takes about 15 minutes for a model of 135M parameters on two cores.
+
+With ``--load 4 --load 16`` instead, depths are measured at these numbers of requests at once: first as ``search
+--load`` does it, which leaves out those that cannot be the best, and then the others. A row for each depth: whether the
+search measured it, its throughput over that of depth 0, and the chosen depth's over its own, with 95 % intervals.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from statistics import median
 
@@ -22,10 +29,12 @@ import numpy as np
 
 from autotune.console import Console
 from autotune.documents.decoded import Decoded, tokens_per_pass
+from autotune.documents.loads import LoadRun
 from autotune.documents.speculation import DEEPEST, Speculation
 from autotune.engines.engine import EngineBackend
 from autotune.engines.prices import EnginePrices
 from autotune.engines.replay import EngineRecorded
+from autotune.search.engine_loads import LoadServers, chosen_depth, client_ms_per_token, throughput_ratio
 from autotune.table import Table, number, percent, times
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import load_workload
@@ -81,6 +90,33 @@ def rows_of(
     return rows
 
 
+def at_loads(backend: EngineBackend, recorded: EngineRecorded, kind: str, loads: Sequence[int]) -> None:
+    """Show all depths of a type at each load, beside those that ``search --load`` measures and the one it chooses."""
+    servers, given = (
+        LoadServers(backend, recorded, backend.console),
+        next(c for c in backend.configurations() if c.type == kind),
+    )
+    runs = servers.by_depth(given, loads, math.inf)
+    everywhere = runs
+    for depth in range(DEEPEST + 1):
+        if any(depth not in of_load for of_load in everywhere.values()):
+            everywhere = servers.serve(everywhere, given.at_depth(depth), depth)
+    for load, of_load in everywhere.items():
+        chosen, best = chosen_depth(runs[load]), min(of_load, key=lambda depth: client_ms_per_token(of_load[depth]))
+        rows = [load_row(depth, of_load, chosen, is_measured=depth in runs[load]) for depth in sorted(of_load)]
+        columns = ["depth", "measured by the search", "over depth 0", "chosen depth over it"]
+        backend.console.show(Table(f"{kind}, {load} requests at once", columns, rows))
+        high = throughput_ratio(of_load[chosen], of_load[best])[2]
+        print(f"{load} at once: depth {chosen} is chosen, {best} is the fastest; its interval holds it: {high >= 1.0}")
+
+
+def load_row(depth: int, of_load: Mapping[int, LoadRun], chosen: int, *, is_measured: bool) -> list[str]:
+    ratios = throughput_ratio(of_load[depth], of_load[0]), throughput_ratio(of_load[chosen], of_load[depth])
+    shown = ["{:.2f} ({:.2f}-{:.2f})".format(*ratio) for ratio in ratios]
+    name = f"{depth}, chosen" if depth == chosen else str(depth)
+    return [name, "yes" if is_measured else "no", *shown]
+
+
 @click.command(help=__doc__)
 @click.argument("model")
 @click.argument("workload")
@@ -91,6 +127,8 @@ def rows_of(
 @click.option("--prompts", "count", default=12)
 @click.option("--depth", "depths", type=int, multiple=True, default=range(1, DEEPEST + 1))
 @click.option("--at-once", default=2, help="Chains whose servers run at the same time.")
+@click.option("--load", "loads", type=int, multiple=True, help="Requests at once, of which all depths are measured.")
+@click.option("--type", "kind", default=None, help="With --load: the type, if it is not the draft's.")
 def main(
     model: str,
     workload: str,
@@ -101,12 +139,19 @@ def main(
     count: int,
     depths: tuple[int, ...],
     at_once: int,
+    loads: tuple[int, ...],
+    kind: str | None,
 ) -> None:
     console = Console()
     backend = ENGINES[name](model, command=command, draft=draft, console=console)
     prompts = [p.cut(max_new_tokens) for p in load_workload(workload, "evaluate").first_turns().prompts[:count]]
+    if kind is not None:
+        backend.heads = {name: head for name, head in backend.heads.items() if name == kind}
     begun = time.monotonic()
     recorded = backend.record(prompts)
+    if loads:
+        at_loads(backend, recorded, kind or next(iter(backend.heads)), loads)
+        return
     prices = backend.price(recorded)
     console.say(f"{time.monotonic() - begun:.0f} s for the recording and the prices")
     chains = [c for c in backend.configurations() if c.is_chain and c.depth in depths and c.type not in prices.left_out]

@@ -42,8 +42,8 @@ from autotune.engines.self_test import (
     chain_requests,
     differing_answers,
     exact_requests,
+    replayed_answers,
     require_replayed,
-    tested_requests,
 )
 from autotune.engines.served import Served, require_served
 from autotune.errors import UserError
@@ -298,7 +298,8 @@ class EngineBackend(Backend):
                     with self._leaving_out(left_out, tested.type), ExitStack() as stack:
                         server = pricing if tested == self.tested[0] else stack.enter_context(self.started(tested))
                         off, of_tested = self._in_turn([plain, server], recorded, until)
-                        requests = tested_requests(tested, of_tested, off, plain, recorded)
+                        replayed = replayed_answers(tested, of_tested, plain, recorded.prompts)
+                        requests = [TimedRequest(a, beside, r) for a, r, beside in zip(*replayed, off, strict=True)]
                         exact, text = exact_requests(requests, self.tolerated_mismatches)
                         self.console.say(f"self-test  {tested.type}: {text}; {differing_answers(off, recorded)}")
                         served += exact

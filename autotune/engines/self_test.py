@@ -14,9 +14,10 @@ from autotune.engines.chains import replay_chain
 from autotune.engines.engine_server import EngineServer
 from autotune.engines.ngram_drafters import KnownRequest
 from autotune.engines.prices import TimedRequest
-from autotune.engines.replay import EngineRecorded, replay_speculation
+from autotune.engines.replay import EngineRecorded, RequestReplay, replay_speculation
 from autotune.engines.served import Served
 from autotune.errors import UserError
+from autotune.workloads.prompt import WorkloadPrompt
 
 SELF_TEST = 12  # prompts
 FEWEST_PROMPTS = 4  # are asked, whatever time that takes
@@ -44,26 +45,21 @@ def answers_in_turn(
     return list(answers.values())
 
 
-def tested_requests(
-    tested: Speculation,
-    answers: Sequence[Served],
-    plain: Sequence[Served],
-    server: EngineServer,
-    recorded: EngineRecorded,
-) -> list[TimedRequest]:
-    """Answers of a new server beside their replay.
+def replayed_answers(
+    tested: Speculation, answers: Sequence[Served], server: EngineServer, prompts: Sequence[WorkloadPrompt]
+) -> tuple[list[Served], list[RequestReplay]]:
+    """Answers of a new server, with their continuations, and their replay.
 
     Args:
-        plain: a plain server's answers to the same prompts.
-        server: the plain one, which continues the answers.
+        server: another one, which continues the answers.
+        prompts: of the answers, in any order.
     """
-    prompts = {prompt.sha256: prompt for prompt in recorded.prompts}
+    asked = {prompt.sha256: prompt for prompt in prompts}
     answers = [
-        answer.model_copy(update={"beyond": server.continuation(answer, prompts[answer.prompt_sha256])})
+        answer.model_copy(update={"beyond": server.continuation(answer, asked[answer.prompt_sha256])})
         for answer in answers
     ]
-    replays = replay_speculation(tested, map(KnownRequest, answers), recorded.context)
-    return list(map(TimedRequest, answers, plain, replays))
+    return answers, replay_speculation(tested, map(KnownRequest, answers), server.context)
 
 
 def exact_requests(requests: Sequence[TimedRequest], tolerated: float) -> tuple[list[TimedRequest], str]:
