@@ -26,15 +26,15 @@ MOST_STATEMENTS = {
         "modeling": 2818,
         "recording": 549,
         "report": 426,
-        "runtime": 1317,
-        "search": 1792,
+        "runtime": 1320,
+        "search": 1796,
         "study": 527,
         "training": 704,
         "trees": 1214,
         "workloads": 724,
         "serve": 598,
         "machine": 323,
-        "engines": 1658,
+        "engines": 1659,
         "replay": 883,
     },
     "tests": {
@@ -51,7 +51,7 @@ MOST_STATEMENTS = {
         "modeling": 1761,
         "recording": 511,
         "report": 689,
-        "runtime": 2046,
+        "runtime": 2054,
         "search": 1870,
         "study": 451,
         "training": 928,
@@ -64,7 +64,7 @@ MOST_STATEMENTS = {
         "replay": 726,
         "sharded": 353,
     },
-    "benchmarks": {"benchmarks": 2349, "evidence": 737, "gpu": 374},
+    "benchmarks": {"benchmarks": 2335, "evidence": 737, "gpu": 374},
 }
 
 

@@ -21,6 +21,7 @@ from autotune.modeling.target import Target
 from autotune.runtime.decoder import DEFAULT_CONTEXT_TOKENS, Decoder
 from autotune.runtime.points import as_draft
 from autotune.runtime.preparation import decoding_mode
+from autotune.trees.policy import compile_steps
 
 
 def load(
@@ -64,6 +65,8 @@ def load(
     choice = document.point.draft
     if choice is None or draft is None:
         draft = choice and load_draft(_checked_id(choice, source), loaded, choice.subnet)
+    if draft is not None:
+        compile_steps()  # the first request does not wait for it
     folder = document.target.id if target is None else getattr(target.config, "_name_or_path", "")
     has_processor = target is None or (folder and Path(folder).exists())
     processor = load_processor(folder) if has_processor else None

@@ -33,3 +33,16 @@ def test_visual_tokens_are_ranked_as_the_subnet_says(profile: DecodingProfile, p
     point = profile.point.model_copy(update={"draft": draft.model_copy(update={"subnet": subnet})})
     decoder = load(profile.model_copy(update={"point": point}), target=pair.target)
     assert (decoder.point.visual_ranking, decoder.point.visual_keep) == ("last_query", 0.5)
+
+
+def test_loading_compiles_what_rounds_run(
+    profile: DecodingProfile, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So no request waits for it; plain decoding has no rounds."""
+    compiled: list[str] = []
+    monkeypatch.setattr("autotune.runtime.load.compile_steps", lambda: compiled.append("steps"))
+    plain = profile.point.model_copy(update={"draft": None, "tree": None})
+    load(profile.model_copy(update={"point": plain}), target=pair.target)
+    assert not compiled
+    load(profile, target=pair.target)
+    assert compiled == ["steps"]
