@@ -10,7 +10,7 @@ import operator
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -138,14 +138,12 @@ class VllmServer(EngineServer):
 
     def _counted(self, tokens: list[int], limit: int, prompt: WorkloadPrompt | None = None, **options: Any) -> Served:
         """Decode one prompt greedily. A server without counts of each request decodes nothing else meanwhile."""
-        before, cpu_ms = self.metrics(), self.cpu_ms()
-        answer, seconds, is_ended, counts = self._decode(tokens, limit, prompt, **options)
-        cpu_ms = max(0.0, self.cpu_ms() - cpu_ms)
+        before = self.metrics()
+        answer, seconds, is_ended, counts, cpu_ms = self._decode(tokens, limit, prompt, clock=self.cpu_ms, **options)
         rounds, drafted, accepted, verifications = (
             self._counts_since(before, len(answer)) if counts is None else self._counts_of(counts, len(answer))
         )
         with self.reply_of(COMPLETIONS):
-            spent = seconds[-1] - seconds[0]
             return Served.of(
                 tokens,
                 answer,
@@ -155,8 +153,8 @@ class VllmServer(EngineServer):
                 accepted_lengths=[accepted] if rounds else [],
                 verified_nodes=drafted,
                 verifications=verifications if self.is_chain else [],
-                decode_ms=1e3 * spent,
-                cpu_ms=cpu_ms * spent / seconds[-1],
+                decode_ms=1e3 * (seconds[-1] - seconds[0]),
+                cpu_ms=max(0.0, cpu_ms),
             )
 
     def _counts_of(self, counts: dict[str, Any], num_tokens: int) -> tuple[int, int, int, list[list[int]]]:
@@ -205,10 +203,16 @@ class VllmServer(EngineServer):
         return rounds, drafted, accepted, [[1, drafted, accepted]] if rounds == 1 else []
 
     def _decode(
-        self, tokens: list[int], limit: int, prompt: WorkloadPrompt | None, **options: Any
-    ) -> tuple[list[int], list[float], bool, dict[str, Any] | None]:
+        self,
+        tokens: list[int],
+        limit: int,
+        prompt: WorkloadPrompt | None,
+        clock: Callable[[], float] = time.perf_counter,
+        **options: Any,
+    ) -> tuple[list[int], list[float], bool, dict[str, Any] | None, float]:
         """The tokens of the reply, the seconds from the request to each of its parts, whether the last token ends the
-        generation, and the request's counts if the reply has them. ``prompt`` has the images, if any.
+        generation, the request's counts if the reply has them, and the time by ``clock`` from the first part to the
+        last. ``prompt`` has the images, if any.
         """
         path, request = COMPLETIONS, {"prompt": tokens}
         if prompt is not None and prompt.images:
@@ -217,7 +221,7 @@ class VllmServer(EngineServer):
         if len(tokens) % BLOCK == 1:  # with all blocks in the cache, vLLM would pad the first pass with drafts
             body["cache_salt"] = os.urandom(8).hex()
         body |= request | options | {"stream_options": {"include_usage": True}}
-        answer, seconds, is_ended, counts = list[int](), list[float](), False, None
+        answer, seconds, is_ended, counts, begun = list[int](), list[float](), False, None, 0.0
         for event, second in self.streamed(path, body):
             with self.reply_of(path):
                 if not event["choices"] and "usage" in event:
@@ -226,15 +230,16 @@ class VllmServer(EngineServer):
                 (part,) = event["choices"]
                 if path == CHAT and "role" in part["delta"]:  # without tokens
                     continue
+                begun = begun if seconds else clock()
                 seconds.append(second)
                 answer += TOKENS.validate_python(part["token_ids"], strict=True)
                 is_ended = part["finish_reason"] == "stop"
-        return answer, seconds, is_ended, counts
+        return answer, seconds, is_ended, counts, clock() - begun
 
     def stream(
         self, answer: Served, prompt: WorkloadPrompt | None = None, cache: str = ""
     ) -> tuple[list[int], list[float]]:
-        salt = {"cache_salt": cache} if cache else {}
+        salt: dict[str, Any] = {"cache_salt": cache} if cache else {}
         return self._decode(answer.prompt_tokens, answer.limit, prompt, **salt)[:2]
 
     def under_load(self) -> tuple[int, int, int]:

@@ -66,8 +66,8 @@ class ProfileDifference(Document, kind="profile-difference", made_by="autotune d
     """Held-out prompts that both have decoded; 0: each has figures of its own prompts, and none by task."""
     num_same_answers: int
     figures: dict[str, dict[str, Interval]]
-    """A's, B's, and B over A, which is paired where the prompts are the same. Empty if one has no times of plain
-    decoding by prompt.
+    """A's, B's, and B over A, which is paired where the prompts are the same; of throughputs at the loads that both
+    have. None of prompts if one has no times of plain decoding by prompt.
     """
 
     @property
@@ -76,7 +76,7 @@ class ProfileDifference(Document, kind="profile-difference", made_by="autotune d
         sentences = [
             "A or B has no times of plain decoding by prompt, so there are no figures to compare; search again for them."
         ]
-        if self.figures:
+        if SPEEDUP in self.figures:
             speedup, acceptance, cost = (self.figures[name][RATIO] for name in (SPEEDUP, ACCEPTANCE, COST))
             sentences = [
                 f"The speedup of B is {shown(speedup)} times that of A: {acceptance[0]:.2f} by acceptance times "
@@ -146,13 +146,15 @@ def difference_of(a: DecodingProfile, b: DecodingProfile, names: tuple[str, str]
     runs = [{run.prompt_sha256: run for run in profile.evidence.prompts} for profile in (a, b)]
     held = _held_out(a), _held_out(b)
     shared = [prompt for prompt in held[0] if prompt in held[1]]
+    figures = _figures(*held, {prompt: runs[0][prompt].task or "" for prompt in shared}) if all(held) else {}
+    loads = [_throughputs(profile) for profile in (a, b)]
     return ProfileDifference(
         names=names,
         target=a.target,
         settings=settings,
         num_shared_prompts=len(shared),
         num_same_answers=sum(runs[0][prompt].tokens_sha256 == runs[1][prompt].tokens_sha256 for prompt in shared),
-        figures=_figures(*held, {prompt: runs[0][prompt].task or "" for prompt in shared}) if all(held) else {},
+        figures=figures | {name: _unpaired(loads[0][name], loads[1][name]) for name in loads[0] if name in loads[1]},
     )
 
 
@@ -188,13 +190,22 @@ def _held_out(profile: DecodingProfile) -> HeldOut:
     }
 
 
+def _throughputs(profile: DecodingProfile) -> dict[str, Interval]:
+    """Of the chosen settings, by the number of requests at once."""
+    loads = profile.evidence.engine.loads if profile.evidence.engine else []
+    return {f"tokens/s, {load.at_once} at once": load.chosen.tokens_per_second for load in loads}
+
+
 def _compared(above: list[int], below: list[int], a: Floats, b: Floats, *, is_paired: bool) -> dict[str, Interval]:
     """A figure by its quantities above and below the line, of quantities [4, prompts] of A and B."""
-    of_a, of_b = (_estimate(held[above], held[below]) for held in (a, b))
-    ratio = of_b[0] / of_a[0], of_b[1] / of_a[2], of_b[2] / of_a[1]
+    figure = _unpaired(*(_estimate(held[above], held[below]) for held in (a, b)))
     if is_paired:
-        ratio = _estimate(np.concatenate([b[above], a[below]]), np.concatenate([b[below], a[above]]))
-    return {A: of_a, B: of_b, RATIO: ratio}
+        figure[RATIO] = _estimate(np.concatenate([b[above], a[below]]), np.concatenate([b[below], a[above]]))
+    return figure
+
+
+def _unpaired(a: Interval, b: Interval) -> dict[str, Interval]:
+    return {A: a, B: b, RATIO: (b[0] / a[0], b[1] / a[2], b[2] / a[1])}
 
 
 def _estimate(above: Floats, below: Floats) -> Interval:

@@ -17,7 +17,7 @@ from autotune.documents.provenance import ModelReference
 from autotune.documents.speculation import Speculation
 from autotune.evaluation.profile_difference import ACCEPTANCE, COST, SPEEDUP, difference_of
 from tests.check.sample_documents import prompt_evidence
-from tests.engine_profiles import SPECULATION, engine_profile
+from tests.engine_profiles import LOADS, SPECULATION, engine_profile
 from tests.sample_documents import DEVICE
 
 NAMES = ("a.json", "b.json")
@@ -107,6 +107,24 @@ def test_answers_of_one_token_have_no_figures() -> None:
     ]
     found = difference_of(a, b.model_copy(update={"evidence": b.evidence.model_copy(update={"prompts": runs})}), NAMES)
     assert found.num_shared_prompts == 3 and found.figures[ACCEPTANCE]["A"][0] == pytest.approx(120 / 50)
+
+
+def test_loads_that_both_have_are_compared_by_throughput() -> None:
+    """60 and 40 tokens/s; B has the first load alone, with twice A's throughput."""
+    twice = LOADS[0].chosen.model_copy(update={"tokens_per_second": (120.0, 110.0, 132.0)})
+    profiles = list[DecodingProfile]()
+    for loads in (LOADS, [LOADS[0].model_copy(update={"chosen": twice})]):
+        evidence = profile().evidence
+        assert evidence.engine is not None
+        engine = evidence.engine.model_copy(update={"loads": loads})
+        profiles.append(profile(evidence=evidence.model_copy(update={"engine": engine})))
+    figures = difference_of(*profiles, NAMES).figures
+    assert figures["tokens/s, 4 at once"] == {
+        "A": (60.0, 55.0, 66.0),
+        "B": (120.0, 110.0, 132.0),
+        "B over A": (2.0, 110 / 66, 132 / 55),
+    }
+    assert not [name for name in figures if "16 at once" in name]
 
 
 def test_the_command(tmp_path: Path) -> None:
