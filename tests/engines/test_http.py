@@ -107,6 +107,24 @@ def ask_counted(replies: dict[str, Any]) -> list[int]:
         return list(VllmServer(url).verified([5]).draft_counts)
 
 
+def test_the_cpu_time_of_an_answer_begins_at_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt takes 1000 ms of the CPU, and each of the other two parts 10 ms."""
+    spent_ms, of_parts = [0.0], VllmServer.streamed
+
+    def with_cpu(server: VllmServer, path: str, body: dict[str, Any]) -> Iterator[tuple[dict[str, Any], float]]:
+        for part in of_parts(server, path, body):
+            spent_ms[0] += 10.0 if spent_ms[0] else 1000.0
+            yield part
+
+    monkeypatch.setattr(VllmServer, "streamed", with_cpu)
+    monkeypatch.setattr(VllmServer, "cpu_ms", lambda server: spent_ms[0])
+    parts = [{"choices": [PART | {"token_ids": [token]}]} for token in (1, 2)]
+    with serving(REPLIES | {"/v1/completions": streamed(*parts, {"choices": [], "usage": {}})}) as url:
+        server = VllmServer(url)
+        server.process = Mock(pid=os.getpid())
+        assert server.verified([5]).cpu_ms == 20.0
+
+
 COUNTS = {"num_spec_steps": 1, "num_draft_tokens": 3, "per_step_drafted": [3], "per_step_accepted": [1]}
 CUT = b"HTTP/1.0 200 OK\r\nContent-Length: 99\r\n\r\n{}"
 NO_JSON = (
