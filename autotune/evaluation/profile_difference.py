@@ -191,7 +191,7 @@ def _held_out(profile: DecodingProfile) -> HeldOut:
 
 
 def _throughputs(profile: DecodingProfile) -> dict[str, Interval]:
-    """Of the chosen settings, by the number of requests at once."""
+    """Throughputs of the chosen settings, by the number of requests at once."""
     loads = profile.evidence.engine.loads if profile.evidence.engine else []
     return {f"tokens/s, {load.at_once} at once": load.chosen.tokens_per_second for load in loads}
 
