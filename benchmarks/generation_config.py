@@ -1,7 +1,7 @@
 """Times transformers' ``generate`` with the file of ``autotune export --as generation-config`` against ``generate``
 without it, prompt by prompt in random order, and compares the tokens. Takes about five minutes with 16 prompts.
 
-    python benchmarks/generation_config.py profile.json [--prompts 16] [--workload WORKLOAD]
+    python benchmarks/generation_config.py profile.json [--prompts 16] [--workload WORKLOAD] [--draft-tokens N]
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ class ExportedArm(HuggingFaceArm):
 @click.argument("profile", type=click.Path(path_type=Path))
 @click.option("--prompts", default=16, show_default=True, help="Number of held-out prompts.")
 @click.option("--workload", help="Workload.  [default: that of the profile]")
+@click.option("--draft-tokens", type=int, help="As autotune export takes it, for a profile of trees.")
 @click.option("--seed", default=0, show_default=True)
-def main(profile: Path, prompts: int, workload: str | None, seed: int) -> None:
+def main(profile: Path, prompts: int, workload: str | None, draft_tokens: int | None, seed: int) -> None:
     console = Console()
     decoder = load(profile, context_tokens=0, console=console)
     document, runtime = decoder.profile, RuntimeArms(decoder)
     assert document is not None
-    fields = json.loads(exported_text(EXPORTED, Export(document, console, None, Path("exports"))))
+    fields = json.loads(exported_text(EXPORTED, Export(document, console, draft_tokens, Path("exports"))))
     chosen = load_workload(workload or document.workload.name, "evaluate", num_prompts=prompts)
     arms: list[Arm] = [HuggingFaceArm(HF, runtime), ExportedArm(runtime, fields)]
     with console.stage("generate") as update:
