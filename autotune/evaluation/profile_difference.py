@@ -74,7 +74,7 @@ class ProfileDifference(Document, kind="profile-difference", made_by="autotune d
     def explanation(self) -> list[str]:
         """The ratio of the speedups as a product, and what has changed, in sentences."""
         sentences = [
-            "A or B has no times of plain decoding by prompt, so there are no figures to compare; search again for them."
+            "A or B has no times of plain decoding by prompt, so no figures of prompts are compared; search again for them."
         ]
         if SPEEDUP in self.figures:
             speedup, acceptance, cost = (self.figures[name][RATIO] for name in (SPEEDUP, ACCEPTANCE, COST))
