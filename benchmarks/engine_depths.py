@@ -147,15 +147,17 @@ def main(
     prompts = [p.cut(max_new_tokens) for p in load_workload(workload, "evaluate").first_turns().prompts[:count]]
     if kind is not None:
         backend.heads = {name: head for name, head in backend.heads.items() if name == kind}
-    begun = time.monotonic()
-    recorded = backend.record(prompts)
     if loads:
-        at_loads(backend, recorded, kind or next(iter(backend.heads)), loads)
+        at_loads(backend, backend.record(prompts), kind or next(iter(backend.heads)), loads)
         return
-    prices = backend.price(recorded)
-    console.say(f"{time.monotonic() - begun:.0f} s for the recording and the prices")
-    chains = [c for c in backend.configurations() if c.is_chain and c.depth in depths and c.type not in prices.left_out]
-    rows = rows_of(backend, recorded, prices, chains, measured(backend, chains, prompts, at_once))
+    begun = time.monotonic()
+    with backend.kept_open():
+        recorded = backend.record(prompts)
+        prices = backend.price(recorded)
+        console.say(f"{time.monotonic() - begun:.0f} s for the recording and the prices")
+        replayed = [c for c in backend.configurations() if c.is_chain and c.type not in prices.left_out]
+        chains = [chain for chain in replayed if chain.depth in depths]
+        rows = rows_of(backend, recorded, prices, chains, measured(backend, chains, prompts, at_once))
     columns = ["head", "engine", "depth", "counts exact", "tokens per pass", "counted", "speedup", "measured"]
     console.show(Table("Depths, predicted from one recording", columns, [cells for cells, *_ in rows]))
     print(

@@ -27,14 +27,14 @@ MOST_STATEMENTS = {
         "recording": 549,
         "report": 426,
         "runtime": 1320,
-        "search": 1796,
+        "search": 1797,
         "study": 527,
         "training": 704,
         "trees": 1214,
         "workloads": 724,
         "serve": 598,
         "machine": 323,
-        "engines": 1658,
+        "engines": 1668,
         "replay": 883,
     },
     "tests": {
@@ -60,11 +60,11 @@ MOST_STATEMENTS = {
         "hub": 936,
         "serve": 486,
         "machine": 379,
-        "engines": 1630,
+        "engines": 1656,
         "replay": 726,
         "sharded": 353,
     },
-    "benchmarks": {"benchmarks": 2335, "evidence": 737, "gpu": 374},
+    "benchmarks": {"benchmarks": 2337, "evidence": 737, "gpu": 374},
 }
 
 

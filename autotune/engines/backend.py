@@ -10,7 +10,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -113,6 +113,10 @@ class Backend(ABC):
             UserError: as the constructor, or the model is another one.
         """
         return cls(deployment.model.id, **options)
+
+    def kept_open(self) -> AbstractContextManager[None]:
+        """Inside the context, a server that several methods need may stay open between them."""
+        return nullcontext()
 
     @abstractmethod
     def configurations(self) -> Sequence[Speculation]:

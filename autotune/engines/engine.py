@@ -4,6 +4,7 @@ torch.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import shlex
@@ -11,8 +12,8 @@ import shutil
 import subprocess
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -111,6 +112,8 @@ class EngineBackend(Backend):
         self.target, self.model = loadable
         self.url, self.is_fixed = url, url is not None
         self.console, self.seed, self.build = console or Console(), seed, ""
+        self.plain: Callable[[], AbstractContextManager[EngineServer]] = self.started
+        """A server without speculation: a new one, unless it is ``kept_open``."""
         self.executable, self.arguments = self.find(command) if url is None else (Path(self.program), [])
         self.precision = self.read_model()
         self.heads = dict[str, Speculation]()
@@ -217,6 +220,16 @@ class EngineBackend(Backend):
             self.build = self.build_of(server)
             yield server
 
+    @contextmanager
+    def kept_open(self) -> Iterator[None]:
+        """Inside the context, one plain server is started, which may take a minute, and answers for all methods."""
+        with ExitStack() as stack:
+            self.plain = functools.cache(lambda: nullcontext(stack.enter_context(self.started())))
+            try:
+                yield
+            finally:
+                self.plain = self.started
+
     def _running(
         self, stack: ExitStack, words: Sequence[str], speculation: Speculation | None
     ) -> tuple[str, subprocess.Popen[bytes]]:
@@ -243,7 +256,7 @@ class EngineBackend(Backend):
 
     def record(self, prompts: Sequence[WorkloadPrompt], until: float = math.inf) -> EngineRecorded:
         require_served(prompts, reads_images=self.server.reads_images)
-        with self.started(None) as server:
+        with self.plain() as server:
             first = server.prompt_tokens(prompts[0])  # by the engine's chat template and tokenizer
             where = [self.model.sha256 or self.model.id, self.build, self.url, self.arguments, first]
             folder = WORKSPACE / "engines" / content_key(where)
@@ -292,7 +305,7 @@ class EngineBackend(Backend):
         are timed beside a plain one.
         """
         left_out, served = dict(recorded.left_out), list[TimedRequest]()
-        with self.started(None) as plain:
+        with self.plain() as plain:
             with self.started(self.tested[0]) as pricing:
                 for tested in () if self.is_fixed else self.tested:
                     with self._leaving_out(left_out, tested.type), ExitStack() as stack:
@@ -344,7 +357,7 @@ class EngineBackend(Backend):
     @contextmanager
     def arm(self, configuration: Speculation | None) -> Iterator[EngineArm]:
         model = self.model.sha256 or self.model.id
-        with self.started(configuration) as server:
+        with self.started(configuration) if configuration else self.plain() as server:
             yield EngineArm(
                 name=configuration.label if configuration else OFF,
                 key=content_key([self.name, model, self.build, self.arguments, configuration and configuration.key]),

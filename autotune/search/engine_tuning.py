@@ -75,11 +75,17 @@ def tune_engine(
     budget_s *= 1 - thresholds.LOADS_SHARE * bool(settings.loads)
     ends = {stage: begun + share * budget_s for stage, share in thresholds.ENGINE_ENDS.items()}
     tune, held_out = engine_prompts(settings, "tune"), engine_prompts(settings, "evaluate")
-    recorded = backend.record(tune.prompts, ends["answers"])
-    tune = tune.cut(len(recorded.answers))
-    prices = backend.price(recorded, ends["prices"])
-    ranked = rank(backend, recorded, prices, console)
-    chosen = ranked[0] if ranked[0].predicted.speedup > 1.0 else None
+    evaluation, as_predicted = None, dict[str, tuple[int, int]]()
+    with backend.kept_open():
+        recorded = backend.record(tune.prompts, ends["answers"])
+        tune = tune.cut(len(recorded.answers))
+        prices = backend.price(recorded, ends["prices"])
+        ranked = rank(backend, recorded, prices, console)
+        chosen = ranked[0] if ranked[0].predicted.speedup > 1.0 else None
+        if not backend.is_fixed:
+            races = EngineRaces(backend, folder / RUNS, console, settings.seed)
+            arms, as_predicted = race_finalists(races, ranked, tune, ends["finalists"])
+            evaluation, chosen = evaluate(races, arms, held_out, begun + budget_s)
     deployed = None if chosen is None else chosen.configuration
     engine = EngineEvidence(
         num_replayed=Counter(candidate.predicted.type for candidate in ranked),
@@ -87,18 +93,14 @@ def tune_engine(
         prices=list(prices.priced),
         factors=dict(prices.factors),
         left_out=dict(prices.left_out),
+        as_predicted=as_predicted,
     )
+    if settings.loads and evaluation is not None:
+        servers, given = LoadServers(backend, recorded, console, folder), deployed or ranked[0].configuration
+        loads, schedule, deployed = tune_loads(servers, settings.loads, given, deployed, begun + all_s)
+        engine = engine.model_copy(update={"loads": loads, "schedule": schedule})
     evidence, measured = Evidence(engine=engine), None
-    if not backend.is_fixed:
-        races = EngineRaces(backend, folder / RUNS, console, settings.seed)
-        arms, as_predicted = race_finalists(races, ranked, tune, ends["finalists"])
-        evaluation, chosen = evaluate(races, arms, held_out, begun + budget_s)
-        deployed = None if chosen is None else chosen.configuration
-        engine = engine.model_copy(update={"as_predicted": as_predicted})
-        if settings.loads:
-            servers, given = LoadServers(backend, recorded, console, folder), deployed or ranked[0].configuration
-            loads, schedule, deployed = tune_loads(servers, settings.loads, given, deployed, begun + all_s)
-            engine = engine.model_copy(update={"loads": loads, "schedule": schedule})
+    if evaluation is not None:
         decoded = AR if chosen is None else chosen.predicted.label
         evidence, measured = Evidence(engine=engine, **evaluation.evidence(decoded)), evaluation.measured(decoded)
     deployment = backend.deploy(deployed)

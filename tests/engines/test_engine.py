@@ -9,7 +9,8 @@ import re
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from autotune.console import Console
+from autotune.documents.decoding_profile import AR
 from autotune.documents.speculation import DEEPEST, OPTIONS, Speculation
+from autotune.engines import engine
 from autotune.engines.engine import EngineBackend
 from autotune.engines.llama_cpp import LlamaBackend
 from autotune.engines.process import running
@@ -27,10 +31,12 @@ from autotune.engines.vllm import VllmBackend, vllm_arguments
 from autotune.errors import ArmFailed, UserError
 from autotune.modeling.gguf import find_gguf
 from autotune.search.backends import found_engines
+from autotune.search.engine_tuning import tune_engine
+from autotune.study.search_settings import SearchSettings
 from autotune.workloads.pixels import Video
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
 from tests.engines import recorded_llama
-from tests.engines.conftest import llama, vllm
+from tests.engines.conftest import llama, running_here, vllm
 from tests.engines.recorded_llama import LIMIT, PROMPTS, DraftModel
 
 ENGINES = pytest.mark.parametrize("start", [llama, vllm])
@@ -414,3 +420,32 @@ def test_the_real_server_drafts_as_the_replay_says(
     first = backend.heads["draft-simple"].at_depth(1)
     rounds, drafted, accepted = map(sum, zip(*backend.replay(first, recorded).counts, strict=True))
     assert drafted == rounds and accepted > 0.9 * drafted
+
+
+@ENGINES
+def test_one_plain_server_answers_for_the_whole_tuning(
+    folder: Path, prompts: list[WorkloadPrompt], start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is started once while it is kept open, and ends with that."""
+    plain, open_now = list[str](), set[str]()
+
+    @contextmanager
+    def watched(words: Sequence[str], name: str) -> Iterator[tuple[str, Any]]:
+        with running_here(words, name) as (url, process):
+            if not any(word.startswith("--spec") for word in words):
+                plain.append(url)
+            open_now.add(url)
+            yield url, process
+            open_now.remove(url)
+
+    monkeypatch.setattr(engine, "running", watched)
+    backend = start(folder)
+    rows = [{"prompt": text, "max_new_tokens": LIMIT} for text in PROMPTS]
+    (folder / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    settings = SearchSettings(target=backend.target, workload="prompts.jsonl")
+    profile = tune_engine(backend, settings, 60.0, folder, Console())
+    assert len(plain) == 1 and not open_now and profile.evidence.compared[0].name == AR
+    for _ in range(2):
+        with backend.arm(None) as arm:
+            assert open_now == {arm.server.url}
+    assert len(plain) == 3
