@@ -34,7 +34,7 @@ MOST_STATEMENTS = {
         "workloads": 724,
         "serve": 598,
         "machine": 323,
-        "engines": 1668,
+        "engines": 1673,
         "replay": 883,
     },
     "tests": {
@@ -60,7 +60,7 @@ MOST_STATEMENTS = {
         "hub": 936,
         "serve": 486,
         "machine": 379,
-        "engines": 1656,
+        "engines": 1658,
         "replay": 726,
         "sharded": 353,
     },

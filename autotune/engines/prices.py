@@ -15,7 +15,7 @@ import numpy as np
 
 from autotune.console import Update
 from autotune.documents.deployment import PricedStep
-from autotune.documents.speculation import Speculation
+from autotune.documents.speculation import DEEPEST, Speculation
 from autotune.engines.backend import Prices
 from autotune.engines.engine_server import EngineServer
 from autotune.engines.replay import CONTEXT_STEP, EngineSteps, RequestReplay
@@ -25,6 +25,10 @@ from autotune.trees.limits import Floats
 
 PRICED_TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 REPEATS = 3
+SHORT = DEEPEST + 1  # tokens of the longest verification of a chain
+SHORT_REPEATS = (
+    3  # of such verifications in each repetition: they are most of what is served, and one varies by a fifth
+)
 CPU_RATIO = 4  # of CPU times of the longest verification and of a plain pass, above which the CPU computes them
 MISFIT = 0.1  # of a request's time to its price, beyond which it counts less
 SHORTEST_MS = 1e-3  # of a request, whatever a fit tries
@@ -46,7 +50,7 @@ class TimedRequest(NamedTuple):
 def measure_verifications(
     server: EngineServer, prompts: Sequence[list[int]], update: Update, *, seed: int, until: float = math.inf
 ) -> list[PricedStep]:
-    """Time one verification of each length after each prompt, in random order.
+    """Time verifications of each length after each prompt, in random order.
 
     Args:
         until: time of ``time.monotonic()`` after which no repetition begins, apart from the first that counts.
@@ -55,28 +59,28 @@ def measure_verifications(
         UserError: the server drafts other numbers of tokens.
     """
     samples = defaultdict[tuple[int, int], list[Served]](list)
-    order, lengths = random.Random(seed), [n for n in PRICED_TOKENS if n <= server.longest]
+    order = random.Random(seed)
+    lengths = [n for n in PRICED_TOKENS for _ in range(SHORT_REPEATS if n <= SHORT else 1) if n <= server.longest]
     passes = [(prompt, number) for prompt in prompts for number in range(REPEATS + 1)]
     for done, (prompt, number) in enumerate(passes, start=1):
         if number > 1 and time.monotonic() > until:
             continue
-        # After the first, the prompt is in the KV cache.
-        for n in (1, *order.sample(lengths, len(lengths))):
+        for n in order.sample(lengths, len(lengths)):
             answer = server.verify(prompt, n)
             if (answer.verified_nodes, len(answer.tokens)) != (n - 1, n + 1):
                 raise UserError(
                     f"{server.url}: a request for one verification of {n} tokens drafted {answer.verified_nodes}; start the server with "
                     f"{server.priced_by}"
                 )
-            samples[n, len(prompt)].append(answer)
+            if number > 0:  # the first repetition reads the prompt and builds the server's graphs
+                samples[n, len(prompt)].append(answer)
         update(done, len(passes))
-    # The first pass builds the server's graphs. A prompt's first request of one token reads it.
     return [
         PricedStep(
             tokens=n,
             context=context,
-            wall_ms=[answer.decode_ms for answer in answers[1:][-REPEATS:]],
-            cpu_ms=[answer.cpu_ms for answer in answers[1:][-REPEATS:]],
+            wall_ms=[answer.decode_ms for answer in answers],
+            cpu_ms=[answer.cpu_ms for answer in answers],
         )
         for (n, context), answers in samples.items()
     ]
@@ -145,16 +149,16 @@ class EnginePrices(Prices):
         missing = len(steps.new_tokens) - len(rates)
         return np.array([*rates, *[rates.mean()] * missing]) * steps.new_tokens
 
-    def served_ms(self, request: TimedRequest) -> float:
-        """The time of a request, had the plain answer beside it taken as long as its priced passes: a machine's speed
-        changes from minute to minute.
+    def clock_ms(self, answer: Served) -> float:
+        """The time of an answer by the clock of the prices."""
+        return answer.decode_ms if self.clock == "wall" else answer.cpu_ms
+
+    def scale(self, plain: Served) -> float:
+        """The time of a plain answer by its priced passes, over what it took: a machine's speed changes from minute to
+        minute.
         """
-        answer_ms, plain_ms = (
-            answer.decode_ms if self.clock == "wall" else answer.cpu_ms for answer in (request.answer, request.plain)
-        )
-        passes = len(request.plain.tokens) - 1
-        priced_ms = passes * self.pass_ms(1, len(request.plain.prompt_tokens) + passes / 2)
-        return answer_ms * priced_ms / plain_ms
+        passes = len(plain.tokens) - 1
+        return passes * self.pass_ms(1, len(plain.prompt_tokens) + passes / 2) / self.clock_ms(plain)
 
     def text(self) -> str:
         """The prices in one line, in plain steps."""
@@ -174,7 +178,10 @@ def served_prices(prices: EnginePrices, served: Sequence[TimedRequest], *, has_o
     Args:
         has_one_loop: whether passes over one token take the time of a plain server's.
     """
-    rows = [(*prices.parts_ms(request.replayed), prices.served_ms(request)) for request in served]
+    rows = [
+        (*prices.parts_ms(replayed), prices.clock_ms(answer) * prices.scale(plain))
+        for answer, plain, replayed in served
+    ]
     if sum(len(request.replayed.drafts) >= FEWEST for request in served) < FEWEST:
         slower = [ms / (plain + verifying) for plain, verifying, ms in rows]
         return replace(prices, factors=dict.fromkeys(ALONE, 1.0 if has_one_loop else float(np.median(slower or [1.0]))))
@@ -185,12 +192,17 @@ def served_prices(prices: EnginePrices, served: Sequence[TimedRequest], *, has_o
 
 
 def with_draft(prices: EnginePrices, head: Speculation, served: Sequence[TimedRequest]) -> EnginePrices:
-    """The prices with the time of a head's drafts: what requests of servers of two depths took beside their passes."""
+    """The prices with the time of a head's drafts: what requests of servers of two depths took beside their passes.
+
+    The plain answers beside all of them give one scale, their median: single answers vary by a tenth, and a mean of
+    ratios to them would be too large.
+    """
     rows = list[tuple[float, float, float, float]]()
-    for request in served:
-        verifications, drafted, _ = request.replayed.counts
-        spent = prices.served_ms(request) * request.replayed.num_tokens / max(1, len(request.answer.tokens) - 1)
-        rows.append((verifications, drafted, prices.request_ms(request.replayed, head), spent))
+    scale = np.median([prices.scale(request.plain) for request in served])
+    for answer, _, replayed in served:
+        verifications, drafted, _ = replayed.counts
+        spent = scale * prices.clock_ms(answer) * replayed.num_tokens / max(1, len(answer.tokens) - 1)
+        rows.append((verifications, drafted, prices.request_ms(replayed, head), spent))
     *amounts, passes_ms, ms = np.array(rows).T
     return replace(prices, drafts={**prices.drafts, head.type: robust_fit(amounts, ms, passes_ms)})
 
