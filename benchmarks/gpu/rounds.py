@@ -137,7 +137,9 @@ def flags(job: Job) -> None:
         torch._dynamo.reset()
         switch, text = "compiled", model.get_decoder()
         if name == "whole step":
-            switch, text.forward = "captured", torch.compile(text.forward)
+            switch = "captured"
+            if not job.dry:  # Dynamo asks CUDA for its device
+                text.forward = torch.compile(text.forward)
         with fresh_cache(), inductor.patch(settings):
             made, row = prepare(model, head, switch, inputs, trees=())
         counts = [
