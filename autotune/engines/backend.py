@@ -141,7 +141,7 @@ class Backend(ABC):
     @abstractmethod
     def arm(self, configuration: Speculation | None) -> AbstractContextManager[Any]:
         """An ``evaluation.arms.Arm`` of the configuration, such as ``EngineArm``: a new server, which is stopped at the
-        end.
+        end, or of plain decoding the one that is ``kept_open``.
 
         Raises:
             UserError: it does not start, or it ends while it is used.

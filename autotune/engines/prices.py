@@ -26,9 +26,7 @@ from autotune.trees.limits import Floats
 PRICED_TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 REPEATS = 3
 SHORT = DEEPEST + 1  # tokens of the longest verification of a chain
-SHORT_REPEATS = (
-    3  # of such verifications in each repetition: they are most of what is served, and one varies by a fifth
-)
+SHORT_REPEATS = 3  # of one up to that length in each repetition, because a single one varies by a fifth
 CPU_RATIO = 4  # of CPU times of the longest verification and of a plain pass, above which the CPU computes them
 MISFIT = 0.1  # of a request's time to its price, beyond which it counts less
 SHORTEST_MS = 1e-3  # of a request, whatever a fit tries

@@ -205,7 +205,7 @@ def evaluate(
 
 @dataclass(frozen=True)
 class EngineRaces:
-    """Races of configurations and plain decoding, each in a new server.
+    """Races of configurations, each in a new server, and plain decoding.
 
     Attributes:
         runs: ledger of the real runs, with which an interrupted race goes on.
