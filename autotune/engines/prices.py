@@ -57,20 +57,22 @@ def measure_verifications(
         UserError: the server drafts other numbers of tokens.
     """
     samples = defaultdict[tuple[int, int], list[Served]](list)
-    order = random.Random(seed)
-    lengths = [n for n in PRICED_TOKENS for _ in range(SHORT_REPEATS if n <= SHORT else 1) if n <= server.longest]
+    order, lengths = random.Random(seed), [n for n in PRICED_TOKENS if n <= server.longest]
+    again = [n for n in lengths if n <= SHORT] * (SHORT_REPEATS - 1)
     passes = [(prompt, number) for prompt in prompts for number in range(REPEATS + 1)]
     for done, (prompt, number) in enumerate(passes, start=1):
         if number > 1 and time.monotonic() > until:
             continue
-        for n in order.sample(lengths, len(lengths)):
+        # The first repetition, which does not count, reads the prompt and builds the server's graphs.
+        asked = [*lengths, *again] if number > 0 else lengths
+        for n in order.sample(asked, len(asked)):
             answer = server.verify(prompt, n)
             if (answer.verified_nodes, len(answer.tokens)) != (n - 1, n + 1):
                 raise UserError(
                     f"{server.url}: a request for one verification of {n} tokens drafted {answer.verified_nodes}; start the server with "
                     f"{server.priced_by}"
                 )
-            if number > 0:  # the first repetition reads the prompt and builds the server's graphs
+            if number > 0:
                 samples[n, len(prompt)].append(answer)
         update(done, len(passes))
     return [
