@@ -29,8 +29,6 @@ SHORT = DEEPEST + 1  # tokens of the longest verification of a chain
 SHORT_REPEATS = 3  # of one up to that length in each repetition, because a single one varies by a fifth
 CPU_RATIO = 4  # of CPU times of the longest verification and of a plain pass, above which the CPU computes them
 MISFIT = 0.1  # of a request's time to its price, beyond which it counts less
-SHORTEST_MS = 1e-3  # of a request, whatever a fit tries
-UNBOUNDED = (-math.inf, math.inf)
 FEWEST = 3  # verifications of a request, and such requests, that refit prices
 ALONE = {"step": 1.0, "verification": 1.0}
 """Times in a server that speculates over those in a plain one, of passes over one token and of verifications."""
@@ -208,7 +206,11 @@ def with_draft(prices: EnginePrices, head: Speculation, served: Sequence[TimedRe
 
 
 def robust_fit(
-    amounts: Sequence[Floats], ms: Floats, other_ms: Floats | float = 0.0, *, bounds: tuple[float, float] = UNBOUNDED
+    amounts: Sequence[Floats],
+    ms: Floats,
+    other_ms: Floats | float = 0.0,
+    *,
+    bounds: tuple[float, float] = (0.0, math.inf),
 ) -> tuple[float, float]:
     """The time of each of two kinds of work, by the logarithm of the misfit of requests, some of which were
     disturbed: a relative one would favor short times.
@@ -217,12 +219,12 @@ def robust_fit(
         amounts: of both kinds, each [requests].
         ms: times of the requests, [requests].
         other_ms: what other work took of them, [requests].
+        bounds: of both times; work takes no negative time.
     """
     from scipy.optimize import least_squares  # takes a second to import
 
     def misfit(each: Floats) -> Floats:
-        predicted = each @ np.stack(amounts) + other_ms
-        return np.log(np.maximum(predicted, SHORTEST_MS)) - np.log(ms)
+        return np.log(each @ np.stack(amounts) + other_ms) - np.log(ms)
 
     first, second = least_squares(misfit, [1.0, 1.0], bounds=bounds, loss="cauchy", f_scale=MISFIT).x.tolist()
     return first, second

@@ -45,15 +45,21 @@ def timed(new_tokens: int, ms: float, replayed: RequestReplay, slower: float = 1
     return TimedRequest(answer, Served.of([1], [2] * 9, 9, decode_ms=slower * 8 * 10.0), replayed)
 
 
-def test_the_time_of_a_draft_is_what_servers_of_two_depths_took_beside_their_passes() -> None:
-    """2 ms a draft and 1 ms a token; the last draft of a request is short, and some requests were disturbed."""
+@pytest.mark.parametrize(("draft_ms", "fitted"), [(2.0, (2.0, 1.0)), (-8.0, (0.0, 0.0))])
+def test_the_time_of_a_draft_is_what_servers_of_two_depths_took_beside_their_passes(
+    draft_ms: float, fitted: tuple[float, float]
+) -> None:
+    """A draft takes some time and 1 ms a token; the last draft of a request is short, and some requests were disturbed.
+    Where the passes of a draft were priced too high, the draft takes no time, and not less.
+    """
     chain, requests = Speculation(type="mtp", options=OPTIONS["mtp"]), []
     for depth in (1, 8):
         drafts = [*[(depth, 0)] * 4, (1, 0)]
         replayed = RequestReplay(drafts, Counter({(3, 0): 5}), 5)
-        ms = 5 * 20.0 + 5 * 2.0 + sum(drafted for drafted, _ in drafts)
+        ms = 5 * 20.0 + 5 * draft_ms + sum(drafted for drafted, _ in drafts)
         requests += [timed(10, 2 * spent, replayed, slower=1.25) for spent in (ms, ms, ms, 1000.0)]
-    assert with_draft(priced({1: 10.0, 3: 20.0}), chain, requests).drafts["mtp"] == pytest.approx((2.0, 1.0), rel=0.05)
+    drafts = with_draft(priced({1: 10.0, 3: 20.0}), chain, requests).drafts
+    assert drafts["mtp"] == pytest.approx(fitted, rel=0.05, abs=1e-6)
 
 
 @pytest.mark.parametrize("has_one_loop", [True, False])
