@@ -4,6 +4,7 @@ race in real servers. Loads no torch.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -78,13 +79,16 @@ def tune_engine(
     evaluation, as_predicted = None, dict[str, tuple[int, int]]()
     with backend.kept_open():
         recorded = backend.record(tune.prompts, ends["answers"])
+        say_late("answers", ends, begun, settings, console)
         tune = tune.cut(len(recorded.answers))
         prices = backend.price(recorded, ends["prices"])
+        say_late("prices", ends, begun, settings, console)
         ranked = rank(backend, recorded, prices, console)
         chosen = ranked[0] if ranked[0].predicted.speedup > 1.0 else None
         if not backend.is_fixed:
             races = EngineRaces(backend, folder / RUNS, console, settings.seed)
             arms, as_predicted = race_finalists(races, ranked, tune, ends["finalists"])
+            say_late("finalists", ends, begun, settings, console)
             evaluation, chosen = evaluate(races, arms, held_out, begun + budget_s)
     deployed = None if chosen is None else chosen.configuration
     engine = EngineEvidence(
@@ -121,6 +125,17 @@ def tune_engine(
         point=OperatingPoint(draft=None, tree=None, deployment=deployment, predicted=None, measured=measured),
         evidence=evidence,
     )
+
+
+def say_late(stage: str, ends: Mapping[str, float], begun: float, settings: SearchSettings, console: Console) -> None:
+    """A line with a sufficient budget, where the fewest prompts of a stage have taken much longer than its share."""
+    spent_s, given_s = time.monotonic() - begun, ends[stage] - begun
+    if spent_s > thresholds.LATE * given_s:
+        minutes = math.ceil(settings.budget_s * spent_s / given_s / 60)
+        console.say(
+            f"late       {stage} ended after {spent_s:.0f} s, and the budget gives them {given_s:.0f} s: "
+            f"this search ends after its budget, with few prompts; they fit into --budget {minutes}m"
+        )
 
 
 def rank(backend: Backend, recorded: Any, prices: Prices, console: Console) -> list[RankedConfiguration]:

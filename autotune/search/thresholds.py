@@ -70,6 +70,7 @@ EXAMINATION_SHARE = 0.12  # share of the time for evaluation in which answers th
 ENGINE_PROMPTS = {"tune": 24, "evaluate": 60}  # largest number of prompts of each split in an engine's search
 # shares of an engine's budget after which its plain answers, the prices and the race of finalists end
 ENGINE_ENDS = {"answers": 0.3, "prices": 0.5, "finalists": 0.7}
+LATE = 1.2  # times the share of the budget after which a stage of an engine's search is said to be late
 PROCESS_DIFFERENCE = 0.01  # relative difference in time between two servers of one program that decides nothing
 LOADS_SHARE = 0.4  # share of an engine's budget for the depths by load, if loads are given
 TUNING_SHARE = 0.8  # share of the budget in which several backends are tuned, equally long; the rest is for their race

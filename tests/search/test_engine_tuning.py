@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,6 +86,25 @@ def test_what_was_served_is_not_served_again(tmp_path: Path, label: str) -> None
     assert profile.point.deployment is not None and profile.point.deployment.label == "copy"
     first = [len(arm.decoded) for arm in again.arms[:3]]
     assert first == [5, 5, 5]
+
+
+@pytest.mark.parametrize(("spent_s", "line"), [(20.0, ""), (45.0, "they fit into --budget 8m")])
+def test_a_stage_that_ends_late_names_a_sufficient_budget(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, spent_s: float, line: str
+) -> None:
+    """Answers have 18 of the 60 seconds of tuning, in a budget of 180: 20 are hardly more, and 45 need 450."""
+    backend, clock = FakeBackend(), SimpleNamespace(now=0.0)
+    monkeypatch.setattr("autotune.search.engine_tuning.time.monotonic", lambda: clock.now)
+    record = backend.record
+
+    def slow_record(*arguments: Any) -> Any:
+        clock.now += spent_s
+        return record(*arguments)
+
+    monkeypatch.setattr(backend, "record", slow_record)
+    tuned(backend, tmp_path, budget_s=180.0)
+    shown = capsys.readouterr().err
+    assert line in shown and ("late " in shown) == bool(line)
 
 
 def test_a_running_server_gets_a_prediction(tmp_path: Path) -> None:
