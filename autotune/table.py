@@ -27,8 +27,8 @@ def times(ratio: float | None) -> str:
 
 
 def with_interval(ratio: float, interval: tuple[float, float]) -> str:
-    """A ratio with its interval: ``1.57x (1.46-1.68)``."""
-    return f"{times(ratio)} ({interval[0]:.2f}-{interval[1]:.2f})"
+    """A ratio with its interval: ``1.57x (1.46-1.68)``; alone where both ends are one, as of a single prompt."""
+    return times(ratio) if interval[0] == interval[1] else f"{times(ratio)} ({interval[0]:.2f}-{interval[1]:.2f})"
 
 
 def percent(share: float | None, digits: int = 1) -> str:

@@ -50,7 +50,7 @@ MOST_STATEMENTS = {
         "measuring": 486,
         "modeling": 1761,
         "recording": 511,
-        "report": 689,
+        "report": 692,
         "runtime": 2054,
         "search": 1882,
         "study": 451,

@@ -14,7 +14,7 @@ from autotune.replay.evaluator import Candidate
 from autotune.report.sources import Sources
 from autotune.report.tables import acceptance_tables, cumulative_ablation, decoding_table, pareto_front, subnet_tables
 from autotune.study.records import ScreenedSubnet
-from autotune.table import Table
+from autotune.table import Table, with_interval
 from tests.engine_profiles import LOADS, backend_result, engine_profile
 from tests.report.conftest import EVIL, SHAPE, MadeStudy
 from tests.sample_documents import DEVICE, cost_table, decoding_profile
@@ -135,7 +135,7 @@ def test_the_tables_of_an_engine_and_of_the_race_between_backends() -> None:
     ]
     assert settings.labels == {"ngram-simple": "left out, the build <does> not have it"}
     assert prices.rows == [["1", "64 tokens", "10.0", "9.0"], ["2", "64 tokens", "20.0", "9.0"]]
-    off = ["40 (38-42)", "1.00x (1.00-1.00)", "9 (8-12)", "3.0 (2.9-3.2)", "-", "7/16"]
+    off = ["40 (38-42)", "1.00x", "9 (8-12)", "3.0 (2.9-3.2)", "-", "7/16"]
     assert loads_table(LOADS).rows == [
         ["4: ngram-mod(4,0,3)", "60 (55-66)", "1.50x (1.40-1.60)", "9 (8-12)", "3.0 (2.9-3.2)", "26 %", "7/16"],
         ["4: off", *off],
@@ -151,3 +151,8 @@ def test_the_tables_of_an_engine_and_of_the_race_between_backends() -> None:
         ["runtime", "tests/target, float32", "off", "3.0", "1.50x (1.40-1.60)", "100.0 %"],
         ["llama.cpp", "tests/target, Q4_1, another model", "llama-server ended", "-", "-", "-"],
     ]
+
+
+def test_a_single_prompt_has_no_interval() -> None:
+    assert with_interval(1.57, (1.46, 1.68)) == "1.57x (1.46-1.68)"
+    assert with_interval(3.59, (3.59, 3.59)) == "3.59x"
