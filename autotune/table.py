@@ -27,7 +27,7 @@ def times(ratio: float | None) -> str:
 
 
 def with_interval(ratio: float, interval: tuple[float, float]) -> str:
-    """A ratio with its interval: ``1.57x (1.46-1.68)``; alone where both ends are one, as of a single prompt."""
+    """A ratio with its interval: ``1.57x (1.46-1.68)``; without it if its ends are equal, as of a single prompt."""
     return times(ratio) if interval[0] == interval[1] else f"{times(ratio)} ({interval[0]:.2f}-{interval[1]:.2f})"
 
 
